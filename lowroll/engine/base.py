@@ -117,9 +117,9 @@ class Engine(Protocol):
         ...
 
     def so_far(self, handle: int) -> list[PartialSample]:
-        """Return what each sample of a request has drawn so far, in sample order; [] once `step`
-        has returned its group. Samples only grow, except that a replay takes back what it has not
-        checked. ValueError for a handle that `add` never returned."""
+        """Return what each sample of a request has drawn, in sample order; [] once `step` has
+        returned its group. Samples only grow, except that a replay takes back what it has not
+        checked. ValueError for an unknown handle."""
         ...
 
     def abort(self, handle: int) -> bool:
@@ -166,8 +166,8 @@ class Engine(Protocol):
         ...
 
     def first_difference(self, master: Transformer, block: int) -> str | None:
-        """Return the first tensor of a block that is not what publishing the learner `master` makes of
-        it (`weights.publish.first_difference`); None where all are, or in another process."""
+        """Return the first tensor of a block that differs from what the learner `master` would
+        publish (`weights.publish.first_difference`); None without one, or in another process."""
         ...
 
     def reset_prefix_cache(self) -> None:

@@ -26,8 +26,8 @@ def plan_passes(
 def _plan_pass(
     prompts: deque[LiveGroup], budget: int, longest: int | None, may_exceed: bool
 ) -> list[PrefillChunk]:
-    """Return the chunks of one pass, in the queue's order; prompts that end in it leave the queue.
-    The chunks have at most `budget` tokens; with `may_exceed` the first alone may have more."""
+    """Return the chunks of one pass, in the queue's order, and remove prompts that end in it. They
+    have at most `budget` tokens; with `may_exceed` the first alone may have more."""
     chunks: list[PrefillChunk] = []
     unfinished: list[LiveGroup] = []
     while prompts:

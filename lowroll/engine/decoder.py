@@ -200,7 +200,6 @@ class Decoder:
         return DecodeRows(slots_B, self.table_BP[:size, :pages], lengths_B, positions_B)
 
     def size(self, num_rows: int) -> int:
-        """Return the rows, dead ones included, that a step of `num_rows` runs."""
         return bucket(num_rows) if self.device.type == "cuda" else num_rows
 
     def runs_large_batch(self, num_rows: int) -> bool:
@@ -225,9 +224,9 @@ class Decoder:
         self._known = [NO_PAGES] * len(self._known)
 
     def upload(self, sequences: list[Sequence], size: int) -> None:
-        """Bring the state and the page tables of these rows, padded up to `size` with dead ones, up
-        to date on the device. Its steps have advanced the state themselves, so that is uploaded for
-        other rows, another last token than the device drew, or another end only."""
+        """Bring the state and page tables of these rows, padded to `size` with dead ones, up to
+        date on the device. Its steps advance the state themselves, so it is uploaded only for other
+        rows, another last token than the device drew, or another end."""
         self.step_1.zero_()
         last_tokens = [s.last_token for s in sequences]
         until = [s.until for s in sequences]
@@ -262,7 +261,6 @@ class Decoder:
         self.greedy_B[:size] = settings_B >> 32 > 0
 
     def _upload_pages(self, sequences: list[Sequence], size: int) -> None:
-        """Upload the page tables of these rows, if one has changed or the rows are others."""
         has_changed = self._copy_new_pages(sequences)
         if not has_changed and sequences == self._paged:
             return
@@ -275,8 +273,8 @@ class Decoder:
         self.table_BP[:size].copy_(self._table[:size], non_blocking=True)  # whole rows lie together
 
     def _copy_new_pages(self, sequences: list[Sequence]) -> bool:
-        """Copy pages that are new into the host's tables by slot, and return whether there are any.
-        A sequence keeps its earlier pages until it is compacted, so only the new ones are read."""
+        """Copy new pages into the host's tables by slot, and return whether there are any. A
+        sequence keeps its earlier pages until it is compacted."""
         slots, columns, pages = list[int](), list[int](), list[int]()
         for sequence in sequences:
             known = self._known[sequence.slot]
@@ -348,7 +346,6 @@ class Decoder:
             self._draw(size, self._shaped(size, logits_BV, drawing), drawing)
 
     def _shaped(self, rows: int, logits_BV: Tensor, drawing: DrawMode) -> Tensor:
-        """Return the logits after penalties and bans, where a row has any."""
         if drawing is not DrawMode.MARKED:
             return logits_BV
         marked = self._sampling.marked(self.state[SLOT, :rows])

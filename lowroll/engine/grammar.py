@@ -46,8 +46,7 @@ class Grammar:
 
     def allowed(self, sample: int, token_ids: Many[int], width: int) -> bytes:
         """Return the ids that may follow a sample's tokens, one bit each, the lowest first, in
-        `width` bytes. Where none can follow (the grammar has ended, the vocabulary lacks one that
-        fits, or a limit was reached), it is the end-of-sequence ids."""
+        `width` bytes. Where none can follow, it is the end-of-sequence ids."""
         state = self._advance(sample, token_ids)
         matcher = state.matcher
         has_consumed_all = len(state.consumed_ids) == len(token_ids)
@@ -63,8 +62,8 @@ class Grammar:
 
     def _advance(self, sample: int, token_ids: Many[int]) -> _SampleState:
         """Return the sample's state after it has consumed these tokens, or those before the first
-        that the grammar refuses. They may differ from the tokens of the last call: the matcher goes
-        back to the last common one."""
+        that the grammar refuses. The matcher goes back to the last token in common with the former
+        call."""
         if sample not in self._states:
             self._states[sample] = _SampleState(self._compiled.deep_copy())
         state = self._states[sample]
@@ -117,8 +116,6 @@ class Grammars:
         return Grammar(compiled, self.eos_ids)
 
     def _compile(self, text: str) -> Any:
-        """Compile a grammar with the limits of this module. ValueError says where the text is
-        wrong."""
         from llguidance import LLMatcher, LLParserLimits
 
         if len(text) > MOST_TEXT:
@@ -133,9 +130,9 @@ class Grammars:
 
 
 def held(logits_BV: Tensor, rows: Iterable[tuple[int, Grammar, int, Many[int]]]) -> Tensor:
-    """Return float32 logits in which the ids that a row's grammar excludes are -inf. rows: of each
-    of the N rows with a grammar its number, the grammar, the sample and the response's tokens. The
-    input is left unchanged, and returned when there are no such rows."""
+    """Return float32 logits in which the ids that a row's grammar excludes are -inf; the input
+    without such rows. rows: of each of the N rows with a grammar its number, the grammar, the
+    sample and the response's tokens."""
     vocab_size = logits_BV.shape[1]
     width = -(-vocab_size // 8)  # W bytes have a bit for each id
     masks = bytearray()
@@ -157,7 +154,6 @@ def held(logits_BV: Tensor, rows: Iterable[tuple[int, Grammar, int, Many[int]]])
 
 
 def _common_prefix_len(seen: Many[int], now: Many[int]) -> int:
-    """Return the number of tokens before the first difference."""
     max_len = min(len(seen), len(now))
     if seen[:max_len] == now[:max_len]:
         return max_len
@@ -165,7 +161,6 @@ def _common_prefix_len(seen: Many[int], now: Many[int]) -> int:
 
 
 def _bitmask(ids: Iterable[int], width: int) -> bytes:
-    """Return a mask of `width` bytes in which these ids are set, the lowest first."""
     mask = bytearray(width)
     for i in ids:
         mask[i // 8] |= 1 << i % 8

@@ -59,7 +59,6 @@ log = logging.getLogger(__name__)
 
 
 def _resolve_device(model: Transformer | str | Path, device: str | torch.device) -> torch.device:
-    """Return the device to run on; "auto" takes that of a loaded model."""
     if isinstance(model, Transformer) and str(device) == "auto":
         device = model.device
     return pick_device(device)
@@ -67,7 +66,6 @@ def _resolve_device(model: Transformer | str | Path, device: str | torch.device)
 
 @cache
 def warn_if_slow(device: torch.device, weights: str) -> None:
-    """Warn once that a format is slower than float32 on this device, with the reason."""
     if reason := get_format(weights).slower_than_float32(device):
         log.warning("weights: %s is slower than float32 on this machine: %s", weights, reason)
 
@@ -218,7 +216,6 @@ class NativeEngine:
         dtype: torch.dtype,
         noisy: bool,
     ) -> tuple[Transformer, Transformer | None]:
-        """Return the model in the engine's format, and one in the second format if it is set."""
         if large_batch_weights is None and self.folder is not None:
             return rollout_load(self.folder, weights, device, dtype, noisy), None
         master = model if isinstance(model, Transformer) else hf.load(model, device, dtype)
@@ -228,7 +225,6 @@ class NativeEngine:
         return few_rows_model, beside(master, few_rows_model, get_format(large_batch_weights).name)
 
     def _be_exact(self) -> None:
-        """Make the model exact. ValueError for options that exclude it."""
         is_bounded_or_rounded = self.storage is not KVCache or self.kv.budget is not None
         if is_bounded_or_rounded or self.large_batch_model is not None:
             raise ValueError("exact: needs the dense cache, unrounded, and one format")
@@ -286,7 +282,6 @@ class NativeEngine:
     def _as_requests(
         self, given: str | Request | Sequence[Request | str], chat: bool, sampling: dict[str, Any]
     ) -> list[Request]:
-        """Turn texts into requests with the sampling fields. ValueError names the argument."""
         if isinstance(given, str | Request):
             given = [given]
         _check_given(given, sampling)
@@ -298,7 +293,6 @@ class NativeEngine:
         ]
 
     def _encode(self, text: str, chat: bool) -> list[int]:
-        """Encode a text: with `chat` as a user's message in the chat template."""
         if chat:
             return ChatTokenizer(self.tokenizer).encode_chat([{"role": "user", "content": text}])
         return [int(token) for token in self.tokenizer.encode(text)]
@@ -335,8 +329,7 @@ class NativeEngine:
         prompt_lens: Sequence[int],
         temperature: float = 1.0,
     ) -> list[Tensor]:
-        """Return the log-probs of each sequence's response as `Engine.score`, with the weights of
-        few rows. Rollouts in flight are not disturbed."""
+        """Return `Engine.score` with the weights of few rows. Rollouts in flight are not disturbed."""
         return [
             scored.logprobs_T for scored in self.score_top(sequences, prompt_lens, 0, temperature)
         ]
@@ -348,8 +341,6 @@ class NativeEngine:
         top: int,
         temperature: float = 1.0,
     ) -> list[Ranked]:
-        """Return the results of `score` with the `top` likeliest tokens at each position, at most
-        20."""
         if type(top) is not int or not 0 <= top <= MAX_TOP_LOGPROBS:
             raise ValueError(f"top: expected an integer in 0..{MAX_TOP_LOGPROBS}, got {top!r}")
         scores = []
@@ -443,9 +434,8 @@ class NativeEngine:
         """Free the memory of the KV cache, for a learner that runs before the next rollouts.
 
         It comes back with the next step, at its old address where the device can do that
-        (`kv.virtual_memory`); elsewhere decode graphs are captured again. With "replay", requests
-        in flight begin again with the next step, under the weights of that time. With "keep",
-        RuntimeError when there are any. ValueError when this engine cannot replay.
+        (`kv.virtual_memory`); elsewhere decode graphs are captured again. in_flight: as
+        `Engine.release`. ValueError when this engine cannot replay.
         """
         if in_flight == "replay":
             self._check_replays()
@@ -509,7 +499,6 @@ class NativeEngine:
             )
 
     def linear_weights(self) -> Mapping[str, QTensor]:
-        """Return the linear weights (those for few rows) by name, for reading only."""
         return {
             name: linear.weight
             for name, linear in self.model.linears()
@@ -517,13 +506,10 @@ class NativeEngine:
         }
 
     def first_difference(self, master: Transformer, block: int) -> str | None:
-        """Return the first tensor of a block that is not what publishing the learner makes of it; None
-        where all are."""
         return first_difference(master, self.model, block, self.behavior.noise_sigma > 0)
 
     def _policy(self, version: int) -> tuple[PolicySpan, ...]:
-        """Return a span for the weights of few rows, and one for those of many if there are
-        such."""
+        """Return the span of the weights of few rows, then that of those of many, if any."""
         models = [self.model]
         if self.large_batch_model is not None:
             models.append(self.large_batch_model)
@@ -551,8 +537,6 @@ class NativeEngine:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """Return the compiler of grammars, for several threads. ValueError where it is not
-        available."""
         return Grammars(self.tokenizer, self.spec.vocab_size, self.scheduler.eos_ids)
 
     def _own_format(
@@ -601,7 +585,6 @@ class NativeEngine:
     def _pick_dtype(
         self, weights: str, dtype: torch.dtype | None, device: torch.device
     ) -> torch.dtype:
-        """Return the dtype that a format computes in. Warn of a format that is slow here."""
         warn_if_slow(device, weights)
         format_dtype = get_format(weights).dtype
         if format_dtype is not None and dtype not in (None, format_dtype):
@@ -640,7 +623,6 @@ class NativeEngine:
     def _num_pages(
         self, cache_tokens: int | None, workloads: Sequence[Workload], page_size: int
     ) -> int:
-        """Return the pages of the KV cache. ValueError when there is not even one."""
         num_tokens = self._cache_tokens(cache_tokens, workloads, page_size)
         if num_tokens < page_size:
             hint = ", which is all that the free memory allows" if cache_tokens is None else ""
@@ -655,8 +637,7 @@ class NativeEngine:
         workloads: Sequence[Workload],
         page_size: int,
     ) -> int:
-        """Return the tokens of the KV cache: the given number, or what workloads and free memory
-        allow. NoRoom when the given number does not fit."""
+        """Return the tokens of the KV cache. NoRoom when the given number does not fit."""
         bytes_per_token = self.storage.bytes_per_token(self.spec, self.model.dtype)
         free_bytes = free_memory(self.model.device)  # None: the system does not say
         state_bytes = self._policy_bytes
@@ -685,7 +666,7 @@ class NativeEngine:
         return cache_tokens
 
     def _budget(self, free: int | None, beside: int) -> int | None:
-        """Return the bytes that memory_share leaves for the cache; None without it. free: bytes, or
+        """Return the bytes that memory_share leaves for the cache; None without it. free: bytes,
         None if unknown. beside: bytes of the policy's state."""
         device = self.model.device
         total_bytes = total_memory(device)
@@ -701,7 +682,6 @@ class NativeEngine:
 
 
 def _check_given(given: Any, sampling: Collection[str]) -> None:
-    """Raise ValueError for what is no list of texts and requests, and for fields of no text."""
     if not isinstance(given, list | tuple):
         raise ValueError(
             f"requests: expected a text, a Request or a list of them, got {type(given).__name__}"

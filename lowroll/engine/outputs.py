@@ -13,8 +13,8 @@ from lowroll.types import BehaviorTag, PolicySpan, Rollout
 
 
 def rollouts_of(group: LiveGroup, behavior: BehaviorTag, policy: PolicySpan) -> list[Rollout]:
-    """Return the rollouts of a group whose samples have all ended, each with the tag of how its
-    tokens were drawn. behavior, policy: for the tag of a sample that has drawn none."""
+    """Return the rollouts of a group whose samples have all ended. behavior, policy: for the tag of
+    a sample that has drawn nothing."""
     sampler = sampler_settings(group.request)
     rollouts = []
     for s in group.sequences:
@@ -43,7 +43,6 @@ def rollouts_of(group: LiveGroup, behavior: BehaviorTag, policy: PolicySpan) -> 
 
 
 def drawn_by(samples: Iterable[Sequence] | Iterable[Rollout]) -> list[PartialSample]:
-    """Return the tokens that samples have drawn so far, without copies."""
     return [
         PartialSample(s.token_ids, s.logprobs, s.finish_reason, s.top_logprobs, s.stop_reason)
         for s in samples
@@ -70,7 +69,7 @@ def behavior_salt(behavior: BehaviorTag) -> bytes:
 def give_up(pool: PagePool, sequence: Sequence, salt: bytes) -> None:
     """Free the pages of a sample that ends. Where the pool keeps turns, full pages are offered to
     later turns, unless another sample may still write into the page at the prompt's end, or some
-    key is of other weights: `salt` is of the current ones. For the dense cache."""
+    key is of other weights than `salt`. For the dense cache."""
     group = sequence.group
     is_prompt_final = not group.num_unforked
     is_of_these_weights = group.page_keys is not None and group.salt == salt

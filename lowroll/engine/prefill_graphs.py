@@ -63,7 +63,6 @@ class ShortPasses:
         )
 
     def takes(self, chunks: Sequence[PromptChunk]) -> bool:
-        """Return whether these are few tokens, of few prompts from their first on."""
         return (
             0 < len(chunks) <= MOST_PROMPTS
             and all(chunk.start == 0 for chunk in chunks)
@@ -124,7 +123,6 @@ class ShortPasses:
         self.replays += 1
 
     def _pass(self, size: int) -> None:
-        """Run the model on the uploaded tokens, and store the prompts' last hidden states."""
         ids_T, positions_T, slots_T = self._tokens_3T[:, :size].unbind()
         attend = PackedPrompts(self.cache, slots_T, self._bounds, size)
         with overlapping(self.model.device):

@@ -33,8 +33,7 @@ class Replays:
     kept: int = 0  # of those, the ones in front of the first that differed
 
     def follow(self, sequence: Sequence) -> None:
-        """Drop and count a sample's draft once all of it is drawn again, or the last token differs
-        from the draft's. Earlier tokens agree with it: `agreed` has cut off the others."""
+        """Drop and count a sample's draft once all of it is drawn again, or the last token differs."""
         draft = sequence.draft
         num_drawn = len(sequence.token_ids)
         is_within = num_drawn <= len(draft)
@@ -51,7 +50,6 @@ class Replays:
 
 
 def begin(group: LiveGroup, drafts: Many[list[int]]) -> None:
-    """Give a group its samples, each with its draft; [] is none."""
     request = group.request
     for i, draft in enumerate(drafts):
         tops = list[list[tuple[int, float]]]() if request.top_logprobs else None
@@ -62,13 +60,12 @@ def begin(group: LiveGroup, drafts: Many[list[int]]) -> None:
 
 
 def drawn(sequence: Sequence) -> list[int]:
-    """Return a sample's tokens with what is left of its draft."""
     return sequence.token_ids + sequence.draft[len(sequence.token_ids) :]
 
 
 def agreed(sequence: Sequence, token_ids: Many[int]) -> int:
     """Return how many of these newly drawn tokens are valid: those that repeat the rest of the
-    draft, and the one after them, since each was drawn behind the draft's own tokens."""
+    draft, and the one after them."""
     rest_of_draft = sequence.draft[len(sequence.token_ids) :]
     num_repeated = 0
     for token, draft_id in zip(token_ids, rest_of_draft, strict=False):
@@ -81,8 +78,8 @@ def agreed(sequence: Sequence, token_ids: Many[int]) -> int:
 def plan_checks(
     samples: Iterable[Sequence], budget: int, chunk: int | None
 ) -> tuple[list[Check], int]:
-    """Return the pieces of drafts that run in a step, and the number of their tokens: at most
-    `budget`, unless the first piece alone has more. chunk: the longest piece; None: no limit."""
+    """Return the pieces of drafts that run in a step, and their tokens: at most `budget`, unless
+    the first piece alone has more. chunk: the longest piece; None: no limit."""
     checks: list[Check] = []
     num_tokens = 0
     for sequence in samples:

@@ -42,9 +42,8 @@ def validate(
 ) -> None:
     """Raise ValueError naming the first wrong field.
 
-    context_length: the model's limit in tokens. cache_tokens: the KV cache's size. has_tokenizer:
-    the engine can decode, which stop strings need. kv: the cache policy, which may bound a sample's
-    share of the cache. eos_ids: the model's own stops.
+    context_length: the model's limit in tokens. cache_tokens: the KV cache's size. kv: the cache
+    policy, which may bound a sample's share of it. eos_ids: the model's own stops.
     """
     _check_ids("prompt_ids", request.prompt_ids, vocab_size)
     if not request.prompt_ids:
@@ -84,7 +83,6 @@ def validate(
 
 
 def noise_key(request: Request, sample: int) -> int:
-    """Return the key of a sample's noise."""
     digest = blake2b(digest_size=8)
     digest.update(request.seed.to_bytes(8, "little") + sample.to_bytes(4, "little"))
     if request.id:
@@ -95,7 +93,6 @@ def noise_key(request: Request, sample: int) -> int:
 
 
 def sampler_settings(request: Request) -> dict[str, float]:
-    """Return the sampling settings of a request by name, for its rollouts' tags."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_tokens")
     settings = {name: float(getattr(request, name)) for name in names}
     for name in ("presence_penalty", "frequency_penalty"):
@@ -115,7 +112,6 @@ def _check_length(request: Request, context_length: int) -> None:
 
 
 def _check_cache_size(request: Request, cache_tokens: int, kv: CachePolicy, page_size: int) -> None:
-    """Raise ValueError when one sample alone cannot fit in the KV cache."""
     total = len(request.prompt_ids) + request.max_tokens
     page_needs = footprint(kv, len(request.prompt_ids), request.max_tokens, page_size)
     if not (page_needs.evicts or page_needs.compacted):
@@ -135,7 +131,6 @@ def _describe_length(request: Request) -> str:
 
 
 def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
-    """Raise ValueError naming the first item that is not a token id of the vocabulary."""
     if not isinstance(ids, list | tuple):
         raise ValueError(f"{name}: expected a list of token ids, got {_show(ids)}")
     if (

@@ -151,8 +151,8 @@ class Runner:
         """Run a plan. Return the tokens of every decode row, of every sample of a prompt that is
         through, and those behind each token of a check.
 
-        meanwhile: called once the device has all of its work and this thread would wait for it; on
-        a CPU, before the work. ValueError when the model gives a row no distribution.
+        meanwhile: called once the device has all of its work; on a CPU, before the work. ValueError
+        when the model gives a row no distribution.
         """
         if self.model.device.type != "cuda":
             meanwhile()
@@ -186,9 +186,9 @@ class Runner:
     def _run_passes(
         self, plan: StepPlan, beside: list[Sequence]
     ) -> tuple[list[PrefillTokens], Tensor | None]:
-        """Start the passes over prompts. The first one also runs all checks, and a step of the rows
-        `beside` the prompts. Return the tokens that each pass drew, if any, and the hidden states
-        [T, D] along the checks."""
+        """Start the passes over prompts; the first also runs all checks, and a step of the rows
+        `beside` the prompts. Return the tokens that each pass drew, and the hidden states [T, D] of
+        the checks."""
         first_tokens: list[PrefillTokens] = []
         checked_TD = None
         for number, prefills in enumerate(plan.passes):
@@ -201,7 +201,6 @@ class Runner:
         return first_tokens, checked_TD
 
     def _read(self, plan: StepPlan, steps: PendingSteps) -> list[StepResult]:
-        """Wait for decode steps, and return each row's tokens up to its limit."""
         tokens_BS, logprobs_BS, top_lists = self.decoder.read(steps)
         large_batch = self.decoder.runs_large_batch(self.decoder.size(len(plan.decodes)))
         return [
@@ -214,7 +213,6 @@ class Runner:
         ]
 
     def _compact(self, compactions: list[Compaction]) -> None:
-        """Run compactions, together those that keep equally many keys."""
         by_kept: dict[int, list[Compaction]] = {}
         for compaction in compactions:
             by_kept.setdefault(compaction.kept, []).append(compaction)
@@ -223,8 +221,8 @@ class Runner:
                 self._compact_together(batch[start : start + MOST_COMPACTED], num_kept)
 
     def _compact_together(self, compactions: list[Compaction], kept: int) -> None:
-        """Have the policy choose the `kept` keys that stay of each sample, layer and head, and move
-        them, with their values, to the first slots of the sample's target pages."""
+        """Move the `kept` keys that the policy chooses, with their values, to the first slots of
+        each sample's target pages."""
         assert self.selector is not None, "a policy without a selector compacts nothing"
         device = self.model.device
         page_size = self.cache.page_size
@@ -247,7 +245,7 @@ class Runner:
     ) -> tuple[PrefillTokens | None, Tensor | None]:
         """Run chunks of prompts and of drafts, and a step of the rows `beside` them, in one pass.
         Return a token of each row `beside` and of each sample whose prompt is through, and the
-        hidden states [T, D] of all tokens of the checks; None where there are none."""
+        hidden states [T, D] of the checks; None where there are none."""
         hidden_TD = self._forward(prefills, checks, beside)
         # the samples that draw from each row: all of a group, behind its prompt's last token
         samples_by_row: list[tuple[Sequence, ...]] = [(sequence,) for sequence in beside]
@@ -263,7 +261,6 @@ class Runner:
     def _begin(
         self, hidden_PD: Tensor, samples_by_row: list[tuple[Sequence, ...]]
     ) -> PrefillTokens:
-        """Draw a token of each sample. The samples of tuple p draw from hidden state p."""
         sequences = [sequence for samples in samples_by_row for sequence in samples]
         logits_BV = self.model.logits(hidden_PD)
         if len(sequences) > len(samples_by_row):
@@ -276,8 +273,8 @@ class Runner:
         return PrefillTokens(sequences, tokens_B, logprobs_B, ranks)
 
     def _follow(self, hidden_TD: Tensor, checks: list[Check]) -> list[StepResult]:
-        """Draw behind each token of the checks, as if those before it had been drawn. hidden_TD: of
-        all their tokens, check by check."""
+        """Draw behind each token of the checks, as if those before it had been drawn. hidden_TD:
+        check by check."""
         positions = [position for check in checks for position in places_of(check)]
         ids, logprobs, tops = self._draw_behind(hidden_TD, positions)
         require_finite(logprobs)
@@ -297,8 +294,8 @@ class Runner:
     def _draw_behind(
         self, hidden_TD: Tensor, positions: list[DrawnPosition]
     ) -> tuple[list[int], list[float], list[list[tuple[int, float]] | None]]:
-        """Draw one token a position from its hidden state, SCORE_ROWS at a time. Return the ids,
-        the log-probs, and the likeliest tokens where requested, on the host."""
+        """Draw one token a position from its hidden state, SCORE_ROWS at a time. Return ids,
+        log-probs and the requested likeliest tokens, on the host."""
         ids: list[Tensor] = []
         logprobs: list[Tensor] = []
         tops: list[list[tuple[int, float]] | None] = []
@@ -318,8 +315,6 @@ class Runner:
     def _draw(
         self, logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]
     ) -> tuple[Tensor, Tensor, TopLogprobs]:
-        """Draw a token for each row after penalties and bans, and rank the likeliest ones where
-        requested."""
         device = self.model.device
         logits_BV = shaped(logits_BV, sequences)
         params = SamplingBatch.of(sequences, self.model.spec.vocab_size, device)
@@ -360,8 +355,8 @@ class Runner:
         self, prefills: list[PrefillChunk], checks: list[Check], beside: list[Sequence]
     ) -> Tensor:
         """Run chunks of prompts and of drafts, and the last token of each row `beside` them. Return
-        the hidden states of the rows `beside`, then of the last token of each chunk that ends its
-        prompt, in the order of `prefills`, then of all tokens of the checks."""
+        the hidden states of the rows `beside`, of the last token of each chunk that ends its
+        prompt, in the order of `prefills`, and of all tokens of the checks."""
         chunks = [PromptChunk(c.start, c.stop, c.sequence.pages, c.sequence.slot) for c in prefills]
         pieces = [c.sequence.prompt_ids[c.start : c.stop] for c in prefills]
         for check in checks:
@@ -410,7 +405,7 @@ class Runner:
 
 
 def _page_table(pages: list[list[int]]) -> Tensor:
-    """Return page tables as one int32 tensor, padded with page 0, which is not read there."""
+    """Return page tables as one int32 tensor, padded with page 0."""
     max_pages = max(len(row_pages) for row_pages in pages)
     return torch.tensor(
         [row_pages + [0] * (max_pages - len(row_pages)) for row_pages in pages], dtype=torch.int32

@@ -88,7 +88,6 @@ class SamplingBatch:
 
 
 def signed(key: int) -> int:
-    """Return the int64 with the bits of a noise key."""
     return key - 2**64 if key >= 2**63 else key
 
 
@@ -104,8 +103,7 @@ def sample(logits_BV: Tensor, params: SamplingBatch, positions_B: Tensor) -> tup
 
 
 def distribution(logits_BV: Tensor, params: SamplingBatch) -> Tensor:
-    """Return the log-probs, float32 [B, V], that `sample` draws from; of a greedy row, those that
-    it records."""
+    """Return the log-probs, float32 [B, V], that `sample` draws from or, of a greedy row, records."""
     return log_probs_of(logits_BV, params.temperature_B, params.greedy_B, params.filters)
 
 
@@ -118,7 +116,6 @@ def shaped(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Tens
 
 
 def by_host(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Tensor:
-    """Return the logits after steps 2b and 2c, or the input if no row needs a change."""
     rows = [
         (row, s.group.grammar, s.sample, s.token_ids)
         for row, s in enumerate(sequences)
@@ -128,7 +125,6 @@ def by_host(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Ten
 
 
 def _apply_biases(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Tensor:
-    """Return float32 logits after step 2b, or the input if no row needs a change."""
     biases_by_row = [(row, biases_of(s)) for row, s in enumerate(sequences) if is_biased(s)]
     if not any(biases for _, biases in biases_by_row):
         return logits_BV
@@ -142,7 +138,6 @@ def _apply_biases(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) 
 
 
 def _apply_bans(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Tensor:
-    """Return logits in which the ids that would end a sample too early are -inf."""
     banned_by_row = [(row, s.banned_ids()) for row, s in enumerate(sequences)]
     if not any(ids for _, ids in banned_by_row):
         return logits_BV
@@ -188,7 +183,6 @@ class TopLogprobs:
         self._steps: list[tuple[Tensor, Tensor]] = []  # ids and log-probs [A, K] of each step
 
     def see(self, logits_BV: Tensor) -> None:
-        """Rank the tokens of one step from its logits [B, V], and keep the ranks for `told`."""
         if not self.asking:
             return
         if self._batch is None:
@@ -247,7 +241,6 @@ def require_finite(logprobs: Collection[float]) -> None:
 def _apply_repetition_penalty(
     logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]
 ) -> Tensor:
-    """Return float32 logits after step 1, or the input if no row needs a change."""
     rows = [row for row, s in enumerate(sequences) if s.request.repetition_penalty != 1]
     if not rows:
         return logits_BV

@@ -53,7 +53,6 @@ def is_filtered(s: Sequence | DrawnPosition) -> bool:
 
 
 def filters_of(sequences: Collection[Sequence | DrawnPosition], vocab_size: int) -> Filters:
-    """Return the filters of these sequences' requests, on the host."""
     requests = [s.request for s in sequences]
     top_k = [min(request.top_k or vocab_size, vocab_size) for request in requests]
     log_min_p = [math.log(request.min_p) if request.min_p else -math.inf for request in requests]
@@ -96,13 +95,11 @@ class SamplingState:
             self._mark(sequences)
 
     def drew(self, sequences: list[Sequence], steps: int) -> None:
-        """Note that the device has marked the tokens of `steps` steps."""
         for s in sequences:
             if s.request.repetition_penalty != 1:
                 self._marked[s.slot] = s, len(s.token_ids) + min(steps, s.until - s.position)
 
     def _upload(self, sequences: list[Sequence], size: int) -> None:
-        """Copy the five lines of settings to the device; padded rows keep those without effect."""
         num_rows = len(sequences)
         filters = filters_of(sequences, self.vocab_size)
         penalties = [s.request.repetition_penalty for s in sequences]
@@ -124,14 +121,13 @@ class SamplingState:
         self._device[:, :size].copy_(upload(settings, self._device.device))
 
     def _marks(self) -> Tensor:
-        """Return the marks of all slots, allocated at first use."""
         if self._marks_SV is None:
             self._marks_SV = blank(self.slots, self.vocab_size, self._device.device)
         return self._marks_SV
 
     def _mark(self, sequences: list[Sequence]) -> None:
-        """Mark the tokens that the device has not marked yet, in the slots of the samples. A slot
-        that another sample had before is cleared first."""
+        """Mark the tokens that the device has not marked yet, in the slots of the samples. The slot
+        of an earlier sample is cleared first."""
         cleared_slots: list[int] = []
         seen_ids: list[tuple[int, Many[int]]] = []  # by slot, for the repetition penalty
         stop_ids: list[tuple[int, Many[int]]] = []  # by slot, for the bans

@@ -131,7 +131,6 @@ class Scheduler:
 
     @property
     def in_flight(self) -> Mapping[int, LiveGroup]:
-        """Return the open groups by handle, in order of arrival."""
         return self._groups
 
     @property
@@ -158,7 +157,6 @@ class Scheduler:
                 group.salt = b""  # a prompt of two behaviors, also if the first returns
 
     def add(self, request: Request) -> int:
-        """Queue a request that `validate` accepted, and return its handle."""
         pages_needed = footprint(
             self.kv, len(request.prompt_ids), request.max_tokens, self.pool.page_size
         )
@@ -187,8 +185,7 @@ class Scheduler:
 
     def rewind(self) -> None:
         """Begin everything in flight again, in order of arrival, with its tokens as drafts
-        (`engine.replay`). The ended samples of an open group are open again. For the dense
-        policy."""
+        (`engine.replay`). For the dense policy."""
         assert self.kv.budget is None, f"{self.kv.name}: a draft's pieces would see other keys"
         groups = list(self._groups.values())
         for group in groups:
@@ -225,7 +222,6 @@ class Scheduler:
             self.abort(handle)
 
     def so_far(self, handle: int) -> list[PartialSample]:
-        """Return what each sample has drawn, as `Engine.so_far`."""
         if not 0 <= handle < self._next_handle:
             raise ValueError(f"handle: {handle} is of no request")
         samples: list[Sequence] | list[Rollout] = []
@@ -266,7 +262,7 @@ class Scheduler:
 
     def _plan_steps(self, decodes: list[Sequence], is_single_step: bool) -> tuple[int, list[int]]:
         """Return the steps of decode rows until the next plan, and how many of them each row can
-        take before it ends or must be compacted."""
+        take."""
         steps_left = [sequence.until - sequence.position for sequence in decodes]
         steps = 1
         if not is_single_step and not any(map(needs_host, decodes)):
@@ -276,7 +272,6 @@ class Scheduler:
         return steps, [min(steps, left) for left in steps_left]
 
     def _grow(self, sequence: Sequence, num_keys: int) -> None:
-        """Allocate pages of a sample's reserve, so that so many more keys fit."""
         num_needed = num_pages(sequence.cached_len + num_keys, self.pool.page_size)
         num_missing = num_needed - len(sequence.pages)
         if num_missing > 0:
@@ -290,8 +285,8 @@ class Scheduler:
         logprob: float,
         top: list[tuple[int, float]] | None = None,
     ) -> None:
-        """Append a drawn token, and end the sample if it stops here. top: the likeliest tokens, if
-        requested. ValueError for a non-finite log-prob."""
+        """Append a drawn token, and end the sample if it stops here. ValueError for a non-finite
+        log-prob."""
         if sequence.finish_reason is not None:
             return
         if not math.isfinite(logprob):
@@ -361,7 +356,6 @@ class Scheduler:
         self._look_ahead(sequence)
 
     def _look_ahead(self, sequence: Sequence) -> None:
-        """Compute when a sample ends or must be compacted next."""
         num_free_keys = self.kv.room(sequence.cached_len)
         assert num_free_keys > 0, (
             f"{self.kv.name}: a cache of {sequence.cached_len} keys takes no other"
@@ -371,7 +365,6 @@ class Scheduler:
     # -- admission ---------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Admit waiting samples in order, as long as slots and pages are free."""
         while self._waiting:
             group = self._waiting[0]
             if not group.waiting:
@@ -422,7 +415,6 @@ class Scheduler:
         return True
 
     def _admit_sibling(self, sequence: Sequence) -> bool:
-        """Reserve the pages of a sample that shares its leader's prompt. Return whether it fits."""
         group = sequence.group
         writes_tail = group.tail_writer is None  # the former one has ended
         pages_needed = group.footprint.writer if writes_tail else group.footprint.sibling
@@ -439,7 +431,7 @@ class Scheduler:
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Give admitted samples their page tables. Return the copies (source, target) that this
         needs, of slots and of pages. A prompt's state is also copied for samples that are admitted
-        later, since the leader's slot, which has it, goes on to change."""
+        later, since the leader's slot goes on to change."""
         slot_copies: list[tuple[int, int]] = []
         page_copies: list[tuple[int, int]] = []
         for sequence in rows:
@@ -458,8 +450,7 @@ class Scheduler:
 
     def _fork(self, sequence: Sequence) -> list[tuple[int, int]]:
         """Give an admitted sample its page table, and return the page copies (source, target) that
-        it needs. The tail's writer shares all pages of the prompt; any other sample shares the full
-        ones and copies the tail."""
+        it needs. The tail's writer shares all pages of the prompt; others copy the tail."""
         group = sequence.group
         if group.tail_writer is None:
             group.tail_writer = sequence
@@ -480,7 +471,6 @@ class Scheduler:
         return list(zip(copied_pages, own_pages, strict=True))
 
     def _forked(self, sequence: Sequence) -> None:
-        """Note that a sample does not need the prompt any more. Free its pages after the last."""
         group = sequence.group
         sequence.forked = True
         group.num_unforked -= 1
@@ -490,11 +480,9 @@ class Scheduler:
             group.compacted_pages = []
 
     def _available(self) -> int:
-        """Return the free pages that no admitted sample has reserved."""
         return self.pool.num_free - self.reserved_pages
 
     def _reserve(self, sequence: Sequence, pages: int) -> None:
-        """Set the number of free pages that are kept for a sample."""
         assert pages >= 0, "a sample needs more pages than its worst case"
         self.reserved_pages += pages - sequence.reserved_pages
         sequence.reserved_pages = pages
@@ -502,10 +490,8 @@ class Scheduler:
     # -- compaction --------------------------------------------------------------------------------
 
     def _compact_all(self) -> list[Compaction]:
-        """Compact finished prompts and full samples.
-
-        Pages are freed after all targets have been allocated, so no target is another one's source.
-        """
+        """Compact finished prompts and full samples. Pages are freed after all targets have been
+        allocated, so no target is another one's source."""
         if self.kv.budget is None:
             return []
         compactions: list[Compaction] = []
@@ -520,8 +506,8 @@ class Scheduler:
         return compactions
 
     def _compact_prompt(self, group: LiveGroup, unused_pages: list[int]) -> Compaction:
-        """Compact a group's prompt, before any sample has forked, into the pages kept for that.
-        unused_pages: receives the prompt's pages, once for the group and once for its leader."""
+        """Compact a group's prompt, before any sample has forked. unused_pages: receives the
+        prompt's pages, once for the group and once for its leader."""
         length = len(group.request.prompt_ids)
         compaction = Compaction(
             group.state_slot,
@@ -572,8 +558,6 @@ class Scheduler:
         return tokens >= self.max_prefill_tokens
 
     def _publish_prompt(self, group: LiveGroup) -> None:
-        """Offer the full prompt pages to later requests, unless the behavior changed while it
-        ran."""
         if group.salt == self.salt and group.page_keys is not None:
             self.pool.publish(group.leader.pages[: len(group.page_keys)], group.page_keys)
 
@@ -582,7 +566,6 @@ class Scheduler:
     def _finish(
         self, sequence: Sequence, reason: FinishReason, stop: int | str | None = None
     ) -> None:
-        """End a sample, free what it holds, and close its group if it was the last one."""
         if sequence.finish_reason is not None:
             return
         group = sequence.group
@@ -608,7 +591,6 @@ class Scheduler:
             self._close(group)
 
     def _close(self, group: LiveGroup) -> None:
-        """Remove a group whose samples have all ended, and keep its rollouts for `finished`."""
         del self._groups[group.handle]
         for queue in (self._waiting, self._prefilling):
             if group in queue:

@@ -168,7 +168,6 @@ class DrawnPosition:
 
 
 def places_of(check: Check) -> list[DrawnPosition]:
-    """Return the positions where a check's tokens are drawn, in order."""
     num_drawn = len(check.sequence.token_ids)
     tokens = check.sequence.token_ids + check.ids[1:]
     return [DrawnPosition(check.sequence, tokens, num_drawn + i) for i in range(len(check.ids))]

@@ -31,11 +31,8 @@ def _decode_tail(
     decode: Callable[[list[int]], str], token_ids: list[int], start: int, num_chars: int
 ) -> str:
     """Return the end of the text of token_ids[start:], its last `num_chars` characters as if all of
-    it had been decoded.
-
-    Decoding from the middle can spoil the first characters (a split UTF-8 sequence, a stripped
-    space): hence the 4.
-    """
+    it had been decoded. Decoding from the middle can spoil the first characters (a split UTF-8
+    sequence, a stripped space): hence the 4."""
     window = num_chars + 4
     while True:
         first_token = max(start, len(token_ids) - window)

@@ -43,7 +43,6 @@ class PagedDecode:
         return o_BHd
 
     def recur(self, layer: int, inputs: DeltaInputs) -> Tensor:
-        """Run the rows' tokens through a recurrent layer (`model.delta_net.Recur`)."""
         assert self.cache.recurrent is not None
         return self.cache.recurrent.decoded(layer, inputs, self.rows)
 
@@ -94,7 +93,6 @@ class PagedAttention:
             self.later.append(_LaterChunks(sum(lengths), slots_T, attend))
 
     def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        """Store the chunks' keys and values; return the attention [T, H, d] of their queries."""
         q_THd = inputs.q_THd
         # attention sees them as the cache stores them, perhaps rounded
         k_TGd, v_TGd = self.cache.write(layer, self.slots_T, inputs.k_TGd, inputs.v_TGd)
@@ -118,7 +116,6 @@ class PagedAttention:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def recur(self, layer: int, inputs: DeltaInputs) -> Tensor:
-        """Run the chunks through a recurrent layer (`model.delta_net.Recur`)."""
         assert self.cache.recurrent is not None
         return self.cache.recurrent.prefilled(layer, inputs, self.chunks)
 
@@ -149,8 +146,8 @@ class _ExactAttention:
 
 @dataclass(frozen=True)
 class PackedPrompts:
-    """`attend` for whole prompts whose bounds, int32 [prompts + 1], are on the device, none longer
-    than `longest`. Never waits for the host. A negative slot is none."""
+    """`attend` for whole prompts with bounds, int32 [prompts + 1], on the device. Never waits for
+    the host. longest: tokens of one. A negative slot is none."""
 
     cache: KVCache
     slots_T: Tensor
@@ -166,7 +163,6 @@ class PackedPrompts:
 
     @cached_property
     def _exact(self) -> invariant.Causal:
-        """Return the batch-invariant attention of these prompts, created at the first layer."""
         return invariant.packed(self.bounds.diff(), len(self.slots_T))
 
 

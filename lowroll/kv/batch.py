@@ -22,7 +22,6 @@ class PromptChunk:
         return self.stop - self.start
 
     def slots(self, page_size: int) -> Tensor:
-        """Return the slots of the sequence's tokens up to the chunk's last."""
         slots_PS = torch.tensor(self.pages)[:, None] * page_size + torch.arange(page_size)
         return slots_PS.flatten()[: self.stop]
 

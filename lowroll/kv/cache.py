@@ -91,7 +91,6 @@ class KVCache:
         return 0 if self.virtual_memory is None else self.virtual_memory.nbytes
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy pages (source, target) in every layer."""
         if not pairs:
             return
         sources, targets = upload(torch.tensor(pairs), self.keys[0].device).unbind(1)
@@ -108,8 +107,8 @@ class KVCache:
             self.recurrent.clear()
 
     def release(self) -> None:
-        """Free the memory and its content until `restore`. The tensors stay the same objects.
-        Without virtual memory their addresses change, so CUDA graphs that hold them must be
+        """Free the memory and its content until `restore`. The tensors stay the same objects;
+        without virtual memory their addresses change, so CUDA graphs that hold them must be
         dropped."""
         if self.virtual_memory is not None:
             self.virtual_memory.release()
@@ -142,7 +141,6 @@ class KVCache:
         return k_TGd, v_TGd
 
     def read(self, layer: int, slots_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values [T, G, d] of these slots."""
         return (
             self.keys[layer].flatten(0, 1).index_select(0, slots_T),
             self.values[layer].flatten(0, 1).index_select(0, slots_T),
@@ -159,8 +157,7 @@ class KVCache:
         return self.keys, table_BP
 
     def decode(self, layer: int, inputs: AttentionInputs, rows: DecodeRows) -> Tensor:
-        """Append each row's new key and value, and attend over those of the layer's window, and its
-        sinks (`model.attention`)."""
+        """Append each row's new key and value, and attend over those of the layer's window."""
         q_BHd, k_BGd, v_BGd, sinks_H = inputs
         new_rows = (q_BHd, k_BGd, v_BGd)
         cached = (self.keys[layer], self.values[layer], rows.table_BP, rows.lengths_B)
@@ -170,23 +167,19 @@ class KVCache:
         return paged_decode(*new_rows, *cached, scale, self.window(layer), sinks_H)
 
     def window(self, layer: int) -> int:
-        """Return the layer's window, 0 for none."""
         return self.windows[layer] if self.windows else 0
 
     def keep(self, table_BP: Tensor, kept_LBGK: Tensor, slots_BK: Tensor) -> None:
-        """Move the kept keys and values of each layer, row and KV head to new slots
-        (`kernels.kv_eviction.move`).
-
-        kept_LBGK: int64, ascending indices into the keys of a row, whose pages `table_BP` lists.
-        """
+        """Move the kept keys and values to new slots (`kernels.kv_eviction.move`). kept_LBGK:
+        int64, ascending indices into the keys of a row, whose pages `table_BP` lists."""
         move(self.buffers, table_BP, kept_LBGK, slots_BK)
 
 
 def _allocate(
     shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device
 ) -> tuple[list[Tensor], VirtualMemory | None]:
-    """Allocate buffers of zeros, of these shapes and dtypes. Where the device has virtual memory,
-    they lie in one piece of it, which is returned too, each from a multiple of 512 bytes on."""
+    """Allocate buffers of zeros, each from a multiple of 512 bytes on. Where the device has virtual
+    memory, they lie in one piece of it, which is returned too."""
     if device.type != "cuda" or not virtual_memory_works(device):
         return [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes], None
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]

@@ -49,7 +49,6 @@ class Workload:
     longest: int = 0
 
     def rows(self, max_batch: int) -> int:
-        """Return the samples drawn together."""
         return min(max_batch, self.groups * self.n)
 
     def tokens(self, page_size: int, max_batch: int, kv: CachePolicy = DENSE) -> int:

@@ -59,7 +59,6 @@ class Float8Cache(KVCache):
         return changed
 
     def codes(self, layer: int) -> Codes:
-        """Return the layer's buffers, [pages, page, G, ...]."""
         return Codes(*(column[layer] for column in self.buffers))
 
     def write(
@@ -90,7 +89,6 @@ class Float8Cache(KVCache):
         return k_TGd.unflatten(0, (len(table_BP), -1)).transpose(1, 2)
 
     def key_pages(self, table_BP: Tensor) -> tuple[Sequence[Tensor], Tensor]:
-        """Return decoded copies of these pages."""
         copies = []
         for layer in range(len(self.keys)):
             k_BTGd = self.gather_keys(layer, table_BP).transpose(1, 2)
@@ -138,7 +136,7 @@ def key_energy(model: Transformer) -> Tensor:
 
 def fine_channels(energy_LGd: Tensor) -> Tensor:
     """Return the F channels of the most energetic pairs, int64 [L, G, F]; of equal ones the slower.
-    Pair p is the channels p and p + d / 2, later pairs are slower, and a stable sort of the
+    Pair p is the channels p and p + d / 2; later pairs are slower, and a stable sort of the
     reversed pairs meets these first."""
     pairs_LGp = energy_LGd.unflatten(-1, (2, -1)).sum(-2)
     num_pairs = pairs_LGp.shape[-1]

@@ -55,7 +55,6 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that `allocate` can return now."""
         return len(self._blank) + len(self._cached)
 
     @property
@@ -83,7 +82,6 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """Increment the count of each page, held or cached."""
         for page in pages:
             if self._refcount[page] == 0:
                 assert page in self._cached, f"page {page} is blank: nothing to share"
@@ -115,7 +113,6 @@ class PagePool:
         return pages
 
     def reuse(self, pages: Sequence[int]) -> None:
-        """Hold pages that `match` found."""
         self.share(pages)
         self.hits += len(pages)
 

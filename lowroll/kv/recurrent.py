@@ -46,7 +46,6 @@ class RecurrentStates:
 
     @staticmethod
     def nbytes(spec: ModelSpec, num_slots: int, dtype: torch.dtype) -> int:
-        """Return the bytes of the states of so many slots."""
         if spec.delta is None:
             return 0
         sizes = spec.delta
@@ -55,7 +54,6 @@ class RecurrentStates:
         return sum(layer.mixer == "delta" for layer in spec.layers) * num_slots * (rule + conv)
 
     def begin(self, slots: Sequence[int]) -> None:
-        """Set the states of these slots to zero."""
         slots_S = upload(torch.tensor(list(slots)), self.rule_LNHkv.device)
         self.conv_LNCK.index_fill_(1, slots_S, 0)
         self.rule_LNHkv.index_fill_(1, slots_S, 0)
@@ -67,12 +65,10 @@ class RecurrentStates:
             state_N[targets] = state_N[sources]
 
     def clear(self) -> None:
-        """Zero everything, after a forward pass that was not finite."""
         self.conv_LNCK.zero_()
         self.rule_LNHkv.zero_()
 
     def prefilled(self, layer: int, inputs: DeltaInputs, chunks: Sequence[PromptChunk]) -> Tensor:
-        """Run the tokens of prompt chunks, and keep their last states."""
         lengths = [chunk.num_tokens for chunk in chunks]
         slots_S = upload(torch.tensor([chunk.slot for chunk in chunks]), inputs.qkv_TC.device)
         conv_NCK, rule_NHkv = self._of(layer)
@@ -84,7 +80,6 @@ class RecurrentStates:
         return o_THv
 
     def decoded(self, layer: int, inputs: DeltaInputs, rows: DecodeRows) -> Tensor:
-        """Run one token of each row, and keep the states."""
         conv_NCK, rule_NHkv = self._of(layer)
         conv_BCK, rule_BHkv = conv_NCK[rows.slots_B], rule_NHkv[rows.slots_B]
         lengths = [1] * len(inputs.qkv_TC)

@@ -33,8 +33,7 @@ class Stored:
 
 
 def stored(kv: CachePolicy, prompt: int, response: int) -> Stored:
-    """Return the tokens stored for a prompt and a response of so many tokens. Each iteration adds
-    the tokens up to the next compaction."""
+    """Return the tokens stored for a prompt and a response of so many tokens."""
     cached = peak = kv.after_prompt(prompt)
     # the last token's key is never stored: before it alone, nothing is evicted
     evictions = int(cached < prompt and response > 1)

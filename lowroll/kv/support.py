@@ -29,7 +29,7 @@ def refuse(
     dtype_key: str = "kv_dtype",
 ) -> None:
     """Raise ValueError when the model has windows, recurrent layers or sinks and the cache is not
-    the dense one, unrounded. policy_key, dtype_key: the names of the settings in the message.
+    the dense one, unrounded. policy_key, dtype_key: settings to name.
 
     Compacted keys no longer lie at their positions, layers with a state have no keys, policies
     score keys without sinks, and the kernels of 8-bit keys read all keys of a row.

@@ -134,7 +134,6 @@ class Adapter(nn.Module):
         return super()._apply(fn, recurse)
 
     def changed(self) -> None:
-        """Invalidate the copies."""
         self.version += 1
 
     def renew(self) -> None:
@@ -158,12 +157,11 @@ def product(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the layer's product with its adapter, and the update's factors l and (alpha / r) B.
 
-    weight: the base. codes: the QTensor for a forward in the format's own arithmetic; None
-    multiplies with the dequantized base. transposed: the codes for the gradient, if any
-    (`quant.fp8.gradient`). The gradient is straight-through. whole: include l B'; without it, the
-    reader adds it, and returns the gradient of the sum. update: x is a gate-up product [T, 2K]
-    without this update, and its silu(gate) * up is multiplied. exact: a row's sums do not depend on
-    its batch (`kernels.batch_invariant`); for a dense weight or codes in their own arithmetic.
+    weight: the base. codes: of a forward in the format's own arithmetic; None: the dequantized base
+    multiplies. transposed: the codes for the gradient, if any (`quant.fp8.gradient`), which is
+    straight-through. whole: include l B'; without it, the reader adds it, and returns the gradient
+    of the sum. update: x is a gate-up product [T, 2K] without this update, and its silu(gate) * up
+    is multiplied. exact: a row's sums do not depend on its batch (`kernels.batch_invariant`).
     """
     names = [part.name for part in adapter.blocks(parts)]
     # an argument each, so that autograd gives them gradients
@@ -197,7 +195,6 @@ def _base_product(
     low_TL: Tensor | None,
     b_NL: Tensor,
 ) -> Tensor:
-    """Return x W' + b, plus l B' if l is given."""
     if low_TL is None and codes is not None:
         return frozen.multiply(x_TK, codes, bias_N)
     if low_TL is not None and codes is not None:
@@ -235,8 +232,7 @@ def _input_gradient(
     codes: QTensor | None,
     transposed: QTensor | None,
 ) -> Tensor:
-    """Return dx [T, K] = dy W + dl A. W is that of the codes of its transpose, else of its codes,
-    else the dense one."""
+    """Return dx [T, K] = dy W + dl A, with W by the codes of its transpose where there are such."""
     if transposed is not None:
         return fp8.gradient(grad_TN, transposed).addmm_(low_grad_TL, a_LK)
     x_grad_TK = low_grad_TL @ a_LK

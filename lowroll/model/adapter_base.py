@@ -47,7 +47,6 @@ class Base:
 
     @property
     def rounds(self) -> bool:
-        """True if the linear weights were rounded."""
         return self.low_bit or self.weights not in (None, dense.of(getattr(torch, self.dtype)))
 
 
@@ -66,8 +65,7 @@ def write(base: Base, folder: Path) -> None:
 
 
 def read(folder: Path) -> Base | None:
-    """Read an adapter folder's base, if it has one. ValueError names the file and the invalid
-    key."""
+    """Read an adapter folder's base, if it has one. ValueError names the file and the key."""
     path = folder / FILE
     if not path.exists():
         return None
@@ -137,7 +135,7 @@ def base_of(folder: Path) -> str:
 
 
 def read_adapter_config(path: Path) -> dict[str, Any]:
-    """Read a LoRA adapter's adapter_config.json. ValueError for another kind of adapter."""
+    """Read a LoRA adapter's config. ValueError for another kind of adapter."""
     config = read_json(path)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise ValueError(f"{path}: peft_type: expected LORA")

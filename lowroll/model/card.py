@@ -37,7 +37,6 @@ def write(folder: Path, named: str, base: Base, holds: str | None = None, cost: 
 
 
 def _front_matter(named: str) -> str:
-    """Return the card's YAML header."""
     from huggingface_hub import ModelCardData
 
     on_the_hub = (
@@ -53,7 +52,6 @@ def _front_matter(named: str) -> str:
 
 
 def _base_section(base: Base) -> list[str]:
-    """Describe how to load the quantized base in the folder `base`."""
     weight_format = get_format(base.weights) if base.low_bit and base.weights else None
     if isinstance(weight_format, Mixed):
         return [
@@ -100,7 +98,6 @@ def _base_section(base: Base) -> list[str]:
 
 
 def _rounding_section(base: Base, cost: str) -> list[str]:
-    """Describe a base that was quantized and is not in the folder."""
     if base.uaq_scale is None:
         scaling_note = ""
     else:

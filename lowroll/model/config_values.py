@@ -10,7 +10,6 @@ LARGE = 1e30  # of any other number: must fit float32
 
 
 def integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return a positive integer. ValueError names the key."""
     value = config.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
@@ -19,19 +18,17 @@ def integer(config: Mapping[str, Any], key: str, default: int | None = None) -> 
 
 
 def count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return an integer, 0 or positive. ValueError names the key."""
+    """Return an integer, 0 or positive."""
     value = config.get(key, default)
     return 0 if type(value) is int and value == 0 else integer(config, key, default)
 
 
 def expert_count_key(config: Mapping[str, Any]) -> str:
-    """Return the key by which a configuration says how many experts a layer has."""
     names = ("num_local_experts", "n_routed_experts")
     return next((name for name in names if name in config), "num_experts")
 
 
 def positive(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """Return a positive number. ValueError names the key."""
     value = config.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGE:
@@ -40,7 +37,7 @@ def positive(config: Mapping[str, Any], key: str, default: float | None = None) 
 
 
 def flag(config: Mapping[str, Any], key: str) -> bool:
-    """Return a boolean, False where there is none. ValueError names the key."""
+    """Return a boolean, False where there is none."""
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
         raise ValueError(f"{key}: expected true or false, got {value!r}")
@@ -48,7 +45,7 @@ def flag(config: Mapping[str, Any], key: str) -> bool:
 
 
 def token_ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """Return token ids, of which a config names none, one or a list. ValueError names the key."""
+    """Return token ids, of which a config names none, one or a list."""
     value = config.get(key)
     if value is None:
         return ()
@@ -62,7 +59,7 @@ def token_ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
 
 
 def layer_list(config: Mapping[str, Any], key: str, kinds: set[Any], layers: int) -> list[Any]:
-    """Return a list with one of these kinds for each layer. ValueError names the key."""
+    """Return a list with one of these kinds for each layer."""
     values = config.get(key)
     if not isinstance(values, list) or len(values) != layers:
         raise ValueError(f"{key}: expected a list of {layers} values, one for each layer")

@@ -56,7 +56,7 @@ class DeltaInputs(NamedTuple):
     sizes: DeltaSpec
 
     def tokens(self, convolved_TC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return q, k, v, decay and beta, as the delta rule takes them."""
+        """Return q, k, v, decay and beta for the delta rule."""
         return *split_heads(self.sizes, convolved_TC), self.decay_TH, self.beta_TH
 
 
@@ -152,8 +152,8 @@ class GatedDeltaNet(nn.Module):
 
 
 def _ungrouped(x_TN: Tensor, sizes: DeltaSpec, widths: list[int]) -> list[Tensor]:
-    """Return the parts [T, ...] of rows that are grouped by key head. widths: of each part in the
-    group of a key head."""
+    """Return the parts [T, ...] of rows that are grouped by key head. widths: of each part in a
+    group."""
     x_TGe = x_TN.unflatten(-1, (sizes.key_heads, -1))
     return [part.flatten(1) for part in x_TGe.split(widths, dim=-1)]
 

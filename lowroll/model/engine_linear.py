@@ -41,7 +41,6 @@ class EngineLinear(Linear):
         return codes.linear(x_TK, self.bias, self.exact)
 
     def after_swiglu(self, gate_up_TN: Tensor | Product) -> Tensor | Product:
-        """Multiply silu(gate) * up, quantized as it is made."""
         return self(self.gate(gate_up_TN))
 
 

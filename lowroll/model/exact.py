@@ -21,8 +21,7 @@ from lowroll.quant.formats import QTensor, get_format
 
 
 def make(model: Transformer, key: str = "rollout.exact") -> None:
-    """Make a model exact. Raises ValueError under the same conditions as `refuse`, and for layers
-    of another dtype than the model's."""
+    """Make a model exact. ValueError as `refuse`, and for layers of another dtype than the model's."""
     weights = [linear.weight for _, linear in model.linears()]
     weight_formats = {get_format(w.format) for w in weights if isinstance(w, QTensor)}
     if other_dtype_formats := [
@@ -40,14 +39,12 @@ def make(model: Transformer, key: str = "rollout.exact") -> None:
 def refuse(
     spec: ModelSpec, device: torch.device, dtype: torch.dtype, key: str = "rollout.exact"
 ) -> None:
-    """Raise ValueError when a model cannot be exact, with the alternatives. key: the setting to
-    name."""
+    """Raise ValueError when a model cannot be exact. key: the setting to name."""
     if (reason := why_not(spec, device, dtype)) is not None:
         raise ValueError(f"{key}: {reason}")
 
 
 def why_no_model(spec: ModelSpec) -> str | None:
-    """Return why a model cannot be exact on any machine, or None."""
     features = {
         "sliding windows": bool(spec.windows),
         "norms after attention and MLP": spec.norms != PRE_NORMS,
@@ -84,7 +81,6 @@ def why_not(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | 
 
 
 def _why_not_on_cpu(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why a model cannot be exact on this CPU, or None."""
     if dtype != torch.float32:
         return f"on a CPU it computes in float32, and the dtype is {dtype}"
     for kernel in (rows, heads, attention, ordered):

@@ -63,7 +63,6 @@ class Router(nn.Module):
 
     @property
     def routing(self) -> Routing:
-        """The parameters of the choice, with the tensors that the module has now."""
         sigmoids = None
         if self.scores is not None:
             assert self.correction_bias is not None
@@ -72,7 +71,6 @@ class Router(nn.Module):
         return Routing(self.choices, self.renormalize, self.bias, sigmoids)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """Move the module as torch does; the correction keeps its dtype."""
         kept_E = None if self.correction_bias is None else self.correction_bias.detach()
         super()._apply(fn, recurse)
         moved_E = self.correction_bias
@@ -104,14 +102,13 @@ class StackedLinear(Linear):
         self.num_experts = num_experts
 
     def set_weight(self, weight: QTensor | nn.Parameter) -> None:
-        """Set the weight as `Linear` does. ValueError when a block of the format spans two experts."""
+        """Set the weight. ValueError when a block of the format spans two experts."""
         if isinstance(weight, QTensor):
             _split_experts(weight, self.num_experts)
         super().set_weight(weight)
 
     def products(self, x_PK: Tensor, groups: Groups) -> Tensor:
-        """Multiply sorted rows with the matrices of their experts, and add the experts' biases:
-        [P, N]."""
+        """Multiply sorted rows with their experts' matrices, and add the biases: [P, N]."""
         y_PN = self.multiply(x_PK, groups)
         if self.bias is None:
             return y_PN
@@ -151,7 +148,6 @@ class EngineStack(StackedLinear):
         return self.weight
 
     def stack(self, x: Tensor) -> Stack:
-        """Return the matrices for products with activations like x."""
         refuse_gradient(x)
         stack = _make_stack(self.codes, self.num_experts, x.dtype)
         return stack if self.bias is None else replace(stack, bias_N=self.bias)
@@ -232,10 +228,9 @@ class EngineExperts(Experts):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Products of rows sorted by expert. Forward multiplies with `weight`, in its format's own
-    arithmetic if `aligned`; backward with the dequantized weight, and the gradient of `weight` is
-    that of the master, if there is one (straight-through).
-    """
+    """Products of rows sorted by expert: forward in the format's own arithmetic if `aligned`,
+    backward with the dequantized weight. The gradient is the master's, if there is one
+    (straight-through)."""
 
     @staticmethod
     def forward(
@@ -283,7 +278,7 @@ def _dense_by_expert(weight: Tensor | QTensor, num_experts: int, dtype: torch.dt
 
 def _make_stack(weight: QTensor, num_experts: int, dtype: torch.dtype) -> Stack:
     """Return the weight as stored if the kernels support its format, else dequantized: to float32
-    for a format that rounds activations, which has its product in float32, else to `dtype`."""
+    for a format that rounds activations, else to `dtype`."""
     format = get_format(weight.format)
     rounded = None
     if format.stacked:
@@ -301,7 +296,6 @@ def _make_stack(weight: QTensor, num_experts: int, dtype: torch.dtype) -> Stack:
 def _low_bit_multiply(
     x_PK: Tensor, weight: QTensor, groups: Groups, num_experts: int, exact: bool = False
 ) -> Tensor:
-    """Multiply sorted rows by their experts' codes."""
     if triton_supports(x_PK):
         return grouped.multiply(x_PK, _make_stack(weight, num_experts, x_PK.dtype), groups)
     return _low_bit_product(x_PK, weight, groups, num_experts, exact)
@@ -310,8 +304,7 @@ def _low_bit_multiply(
 def _low_bit_product(
     x_PK: Tensor, weight: QTensor, groups: Groups, num_experts: int, exact: bool
 ) -> Tensor:
-    """Multiply each expert's rows by its codes, one expert after the other. Experts without rows
-    are left out."""
+    """Multiply each expert's rows by its codes, one expert after the other."""
     experts = weight.derive("experts", lambda q: tuple(_split_experts(q, num_experts)))
     return torch.cat(
         [
@@ -323,5 +316,4 @@ def _low_bit_product(
 
 
 def _split_experts(weight: QTensor, num_experts: int) -> list[QTensor]:
-    """Return each expert's codes."""
     return get_format(weight.format).split(weight, [weight.shape[0] // num_experts] * num_experts)

@@ -25,8 +25,7 @@ Headers = dict[str, tuple[tuple[int, ...], str]]  # tensor: (shape, safetensors 
 
 
 def regular(path: Path, most: int) -> int:
-    """Return the size of a regular file (links are followed). ValueError for another kind of file,
-    or above `most`."""
+    """Return the size of a regular file or a link to one. ValueError above `most` bytes."""
     try:
         status = path.stat()
     except OSError as error:
@@ -41,7 +40,6 @@ def regular(path: Path, most: int) -> int:
 
 
 def read_json(path: Path, most: int = MOST_JSON) -> Any:
-    """Read a JSON file of at most `most` bytes. ValueError names the file and the reason."""
     regular(path, most)
     try:
         return json.loads(path.read_text(encoding="utf-8"))

@@ -44,7 +44,7 @@ class AttentionKernel(Protocol):
         o_XHd: Tensor,
         lse_XH: Tensor,
     ) -> Gradients:
-        """Return the gradients of q, k and v, given the output and its log-sum-exps."""
+        """Return the gradients of q, k and v."""
         ...
 
 
@@ -53,8 +53,8 @@ class Packed:
     """Causal attention of packed sequences on CUDA, [C, H, d], the last query aligned with the last
     key.
 
-    q_bounds, k_bounds: of the sequences, int32 [S + 1] on the device, and q_longest, k_longest the
-    longest one. window: the last keys that a query sees; 0: all.
+    q_bounds, k_bounds: int32 [S + 1] on the device. q_longest, k_longest: of the sequences. window:
+    the last keys that a query sees; 0: all.
     """
 
     q_bounds: Tensor
@@ -149,7 +149,6 @@ def flashes(dtype: torch.dtype, head_dim: int) -> bool:
 def attend_packed(
     q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sinks_H: Tensor | None, packed: Packed
 ) -> Tensor:
-    """Compute causal attention of packed sequences on CUDA."""
     q_CHd, k_TGd, v_TGd = (x.contiguous() for x in (q_CHd, k_TGd, v_TGd))
     if sinks_H is not None:
         return with_sinks(q_CHd, k_TGd, v_TGd, sinks_H, packed)
@@ -173,15 +172,12 @@ def attend_packed(
 def with_sinks(
     q_XHd: Tensor, k_XGd: Tensor, v_XGd: Tensor, sinks_H: Tensor, kernel: AttentionKernel
 ) -> Tensor:
-    """Compute a kernel's attention with sinks. Differentiable."""
     o_XHd = _WithSinks.apply(q_XHd, k_XGd, v_XGd, sinks_H, kernel)
     assert isinstance(o_XHd, Tensor)
     return o_XHd
 
 
 class _WithSinks(torch.autograd.Function):
-    """A kernel's attention, with the sinks and the gradients of the module's formulas."""
-
     @staticmethod
     def forward(
         ctx: Any,

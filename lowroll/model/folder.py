@@ -46,7 +46,6 @@ def inside(folder: Path, name: str) -> Path | None:
 
 
 def copy_tokenizer(source: str | Path | None, target: Path) -> None:
-    """Copy a model folder's tokenizer files, if one is given. ValueError for a link out of it."""
     for name in TOKENIZER_FILES:
         if source is not None and (path := inside(Path(source), name)) is not None:
             shutil.copyfile(path, target / name)
@@ -54,10 +53,8 @@ def copy_tokenizer(source: str | Path | None, target: Path) -> None:
 
 @cache
 def why_hub_is_silent() -> str:
-    """Return "" when the hub answers within HUB_SECONDS, else a clause that says why not. Cached.
-
-    The hub's client would retry for minutes where packets are dropped.
-    """
+    """Return "" when the hub answers within HUB_SECONDS, else a clause with the reason. Its client
+    would retry for minutes where packets are dropped."""
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:

@@ -55,13 +55,11 @@ def add_input_gradient(x_grad_TK: Tensor, grad_TN: Tensor, weight: QTensor) -> T
 
 
 def _in_bytes(x: Tensor, weight: QTensor) -> bool:
-    """Return whether the kernel multiplies the weight's int8 codes directly."""
     # by name: other formats' codes may mean more than codes times scales
     has_int8_codes = weight.format in (int8.Int8.name, ROTATED)
     return has_int8_codes and bool(limbs.supports(x, weight.tensors["codes"]))
 
 
 def _pack_transpose(q: QTensor) -> tuple[w8a8_onednn.Packed, Tensor]:
-    """Return the transpose's packed codes and the scales [N]."""
     codes_KN = q.tensors["codes"].t().contiguous()
     return w8a8_onednn.pack(codes_KN, torch.ones(len(codes_KN))), q.tensors["scale"].flatten()

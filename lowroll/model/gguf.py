@@ -40,7 +40,6 @@ def home() -> Path:
 
 
 def require(name: str | Path) -> None:
-    """Raise ValueError with what to install when GGUF files cannot be read."""
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(
             f"{printable(name)}: GGUF files need a package: pip install 'lowroll[gguf]'"
@@ -62,8 +61,8 @@ def folder_of(path: Path) -> Path:
 
 
 def make(file: Path, folder: Path) -> None:
-    """Make the folder of a GGUF file atomically, unless another process has made it. ValueError
-    names an unreadable file."""
+    """Make the folder of a GGUF file atomically, unless another process has. ValueError names an
+    unreadable file."""
     log.warning("%s: its weights become dense float32, in %s", file.name, folder)
     try:
         publish_folder(folder, lambda target: _write(file, target), {"kind": "model"})
@@ -91,7 +90,6 @@ def format_of(folder: Path) -> str | None:
 
 
 def _check_readable(reader: Any) -> None:
-    """Raise ValueError for an unsupported architecture, or keys that transformers ignores."""
     field = reader.fields.get("general.architecture")
     architecture = None if field is None else field.contents()
     if architecture not in ARCHITECTURES:
@@ -108,7 +106,6 @@ def _check_readable(reader: Any) -> None:
 
 
 def _write(file: Path, target: Path) -> None:
-    """Write the dense folder of a GGUF file."""
     from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -141,7 +138,6 @@ def _block_format(reader: Any) -> str | None:
 
 
 def _linear_weights(model: Any) -> Iterator[Tensor]:
-    """Yield the dense weights of the linear layers."""
     for name, tensor in model.named_parameters():
         if ".layers." in name and tensor.ndim == 2:
             yield tensor.detach()

@@ -77,8 +77,7 @@ def refuse_two_rotations(spec: ModelSpec, what: object) -> None:
 
 
 def read_folder_layout(folder: Path) -> Layouts | None:
-    """Read the layout of a folder's linear layers; None when dense. ValueError names file and
-    key."""
+    """Read the layout of a folder's linear layers; None when dense."""
     config = read_config(folder).get("quantization_config")
     if not config:
         return None
@@ -162,8 +161,6 @@ def stored_names(part: str, shape: tuple[int, ...], layout: Layouts | None) -> d
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:
-    """Return each tensor's file. ValueError for a missing or contradicting index, or other
-    formats."""
     index, single_file = folder / shards.INDEX, folder / shards.WEIGHTS
     if single_file.is_file():  # it precedes an index, as in transformers
         return dict.fromkeys(tensor_headers(single_file), single_file)
@@ -181,8 +178,7 @@ def _weight_files(folder: Path) -> dict[str, Path]:
 
 
 def _indexed_files(index: Path) -> dict[str, Path]:
-    """Return each tensor's file by a folder's index, which must agree with the shards. ValueError
-    for a damaged index, or one that names other files than the folder's own."""
+    """Return each tensor's file by a folder's index, which must agree with the shards."""
     folder = index.parent
     try:
         weight_map = read_json(index)["weight_map"]
@@ -217,7 +213,6 @@ def _indexed_files(index: Path) -> dict[str, Path]:
 def _check_headers(
     folder: Path, spec: ModelSpec, files: dict[str, Path], layout: Layouts | None
 ) -> None:
-    """Raise ValueError unless the files' tensors are those of the spec and layout."""
     found_headers: Headers = {}
     for path in sorted(set(files.values())):
         found_headers.update(tensor_headers(path))
@@ -271,7 +266,6 @@ def require_headers(
 
 
 def _check_tied(folder: Path, embedding: str, files: dict[str, Path]) -> None:
-    """Raise ValueError unless lm_head.weight repeats the embedding, whose name is given."""
     with safe_open(files["lm_head.weight"], framework="pt") as lm_head_file:
         lm_head = lm_head_file.get_tensor("lm_head.weight")
     with safe_open(files[embedding], framework="pt") as embedding_file:
@@ -284,7 +278,7 @@ def _check_tied(folder: Path, embedding: str, files: dict[str, Path]) -> None:
 
 def stored_parameters(spec: ModelSpec, layout: Layouts | None) -> dict[str, dict[str, Header]]:
     """Return the shapes and dtypes of the tensors that each parameter is read from, by its internal
-    name. ValueError as `StackedTensor.headers`."""
+    name."""
     stacks = stacked.stored_tensors(spec)
     in_mxfp4 = isinstance(layout, ExpertsInMXFloat4)
     parameters: dict[str, dict[str, Header]] = {}

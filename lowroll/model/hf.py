@@ -104,11 +104,11 @@ def _fill(
     weight_format: str | None,
     device: torch.device | str,
 ) -> dict[str, Tensor]:
-    """Read the model's parameters from the files, one after the other, and return the largest
-    absolute value of each dense part by HF name: checked together, they make the host wait once.
+    """Read the model's parameters one after the other. Return the largest absolute value of each
+    dense part by HF name: checked together, they make the host wait once.
 
-    layout: of the files' linear layers; None: dense. weight_format: the format of the model's, to
-    which dense ones are quantized on arrival, and in which nothing is trained; None: dense.
+    layout: of the files' linear layers; None: dense. weight_format: of the model's, to which dense
+    ones are quantized on arrival; None: dense.
     """
     spec = model.spec
     shapes = {
@@ -148,7 +148,6 @@ def _fill(
 def _refuse_infinite(
     amax: dict[str, Tensor], files: dict[str, Path], folder: Path, dtype: torch.dtype
 ) -> None:
-    """Raise ValueError for the first tensor whose largest absolute value is not finite."""
     for part, is_finite in zip(amax, checksum.finite(list(amax.values())), strict=True):
         if not is_finite:
             raise ValueError(
@@ -158,9 +157,8 @@ def _refuse_infinite(
 
 
 def stored(folder: Path) -> tuple[ModelSpec, dict[str, Path], dict[str, Tensor]]:
-    """Read a dense folder's spec, the file of each weight, and the weights on the CPU by their HF
-    names. Raises ValueError under the same conditions as `read_headers`, and for a low-bit folder.
-    """
+    """Read a dense folder's spec, the file of each weight, and the weights on the CPU by HF name.
+    ValueError as `read_headers`, and for a low-bit folder."""
     spec, layout, files = read_headers(folder)
     if layout is not None:
         raise ValueError(
@@ -189,11 +187,8 @@ def stored(folder: Path) -> tuple[ModelSpec, dict[str, Path], dict[str, Tensor]]
 def _load_adapted(
     folder: Path, device: torch.device | str, dtype: torch.dtype | None, weights: str | None
 ) -> Transformer:
-    """Load an adapter's base as the run made it, and add the adapter.
-
-    weights: a format for the dense layers of a base without its own. Raises ValueError under the
-    same conditions as `load`, `bases.read` and `lora.load`.
-    """
+    """Load an adapter's base as the run made it, and add the adapter. weights: a format for the
+    dense layers of a base without its own."""
     base, base_folder = bases.read(folder), bases.base_of(folder)
     if base is None:  # no run of ours made it
         return lora.load(load(base_folder, device, dtype, weights), folder).eval()
@@ -212,7 +207,7 @@ def _load_adapted(
 
 
 def _quantize(format: str, w_NK: Tensor, amax_1: Tensor) -> QTensor:
-    """Return a matrix in a format: in a dense one of its own dtype the matrix itself, without a
+    """Return a matrix in a format; in a dense one of its own dtype the matrix itself, without a
     copy. amax_1: its largest absolute value."""
     own_storage = over(w_NK)
     if own_storage is not None and own_storage.format == format:
@@ -228,9 +223,9 @@ def _decode(
     shapes: dict[str, tuple[int, ...]],
     stack: stacked.StackedTensor | None,
 ) -> QTensor | dict[str, Tensor]:
-    """Return a parameter's value of its stored tensors: one QTensor, or dense parts by HF name, to
-    be stacked. layout: of the stored tensors; None: dense. shapes: of the parts by HF name. stack:
-    how one tensor holds all experts, if it does."""
+    """Return a parameter's value: one QTensor, or dense parts by HF name, to be stacked. layout: of
+    the stored tensors; None: dense. shapes: of the parts. stack: how one tensor holds all experts,
+    if it does."""
     if stack is not None:
         if layout is not None:
             return _decode_stack(stored, files, stack)
@@ -244,7 +239,6 @@ def _decode(
 def _decode_stack(
     tensors: dict[str, Tensor], files: dict[str, Path], stack: stacked.StackedTensor
 ) -> QTensor:
-    """Return the codes of a matrix of all experts as stored."""
     try:
         return stack.decode(tensors)
     except ValueError as error:
@@ -257,7 +251,7 @@ def _decode_low_bit(
     layout: StoredLayout | PackedWeights,
     shapes: dict[str, tuple[int, ...]],
 ) -> dict[str, Any]:
-    """Return a matrix's parts as stored: QTensors, or dense where the layout has no format."""
+    """Return a matrix's parts: QTensors, or dense where the layout has no format."""
     parts = {}
     for part, (rows, columns) in shapes.items():
         module = part.removesuffix(".weight")
@@ -271,7 +265,6 @@ def _decode_low_bit(
 
 
 def _stack(format: str, parts: dict[str, QTensor]) -> QTensor:
-    """Stack the parts' codes into one matrix."""
     try:
         return get_format(format).stack(list(parts.values()))
     except ValueError as error:
@@ -281,8 +274,7 @@ def _stack(format: str, parts: dict[str, QTensor]) -> QTensor:
 def state(model: Transformer) -> dict[str, Tensor]:
     """Return the weights by HF name, fused matrices split: dense tensors, or codes and scales.
 
-    ValueError when an adapter, which would be lost, is attached, or a block of the format spans two
-    parts.
+    ValueError for an adapter, which would be lost, and when a block of the format spans two parts.
     """
     adapted = [name for name, linear in model.linears() if linear.adapter is not None]
     if adapted:
@@ -308,8 +300,7 @@ def state(model: Transformer) -> dict[str, Tensor]:
 def _encode_parts(
     weight: QTensor, parts: list[str], rows: list[int], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return the stored tensors of a fused matrix's parts, by HF name. dtype: the model's.
-    ValueError when a block of the format spans two parts."""
+    """Return the stored tensors of a fused matrix's parts, by HF name. dtype: the model's."""
     try:
         part_weights = get_format(weight.format).cut(weight, rows)
     except ValueError as error:
@@ -329,12 +320,8 @@ def save(
     step: int | None = None,
 ) -> Path:
     """Publish the model as a Hugging Face folder, atomically, with another folder's tokenizer
-    files.
-
-    Low-bit linear layers get a `quantization_config`. The manifest has the run's step.
-    Raises FileExistsError when the folder exists, and ValueError under the same conditions as
-    `state`.
-    """
+    files; the manifest has the run's step. FileExistsError when the folder exists; ValueError as
+    `state`."""
     from lowroll.checkpoint.publish import publish_folder
 
     files = contents(model)
@@ -346,8 +333,6 @@ def save(
 
 
 def contents(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a folder's config, with the `quantization_config` of its format, and the tensors of
-    `state`, which `write` stacks."""
     config: dict[str, Any] = {**model.spec.config, "dtype": DTYPES[model.dtype]}
     config.pop("torch_dtype", None)
     weight_format = None if model.weight_format is None else get_format(model.weight_format)
@@ -366,7 +351,6 @@ def contents(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _refuse_two_rotations(model: Transformer) -> None:
-    """Raise ValueError where a rotated format would need two widths for one kind of matrix."""
     for _, linear in model.linears():
         if isinstance(linear.weight, QTensor):
             scheme = get_format(linear.weight.format).scheme
@@ -375,8 +359,8 @@ def _refuse_two_rotations(model: Transformer) -> None:
 
 
 def _modules_by_format(model: Transformer, form: Mixed) -> dict[str, list[str]]:
-    """Return the modules of each format by file name. ValueError for a dense format other than the
-    model's, which files cannot hold."""
+    """Return the modules of each format by file name. ValueError for a dense format of another
+    dtype than the model's, which files cannot hold."""
     modules_by_format: dict[str, list[str]] = {}
     for name, parts, _ in hf_names(model.spec):
         if not is_linear(parts[0]):

@@ -105,8 +105,7 @@ class LatentAttention(nn.Module):
         return AttentionInputs(q_THd, k_THd, v_THd)
 
     def _rotate(self, x_THr: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return rotated heads, of each pair of numbers all firsts and then all seconds. The
-        rotations are float32, and so is the arithmetic."""
+        """Return rotated heads, of each pair of numbers all firsts and then all seconds."""
         pairs = self.sizes.rope_dim // 2
         cos, sin = cos[..., :pairs], sin[..., :pairs]
         if self.interleaved:
@@ -125,5 +124,4 @@ def _laid_out(nope_THn: Tensor, rotated_THr: Tensor) -> Tensor:
 
 
 def _normed_product(x_TK: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
-    """Return the product of a matrix with the norm of x."""
     return dense(linear(norm.add(x_TK.contiguous(), None, linear.row_kind)[1]))

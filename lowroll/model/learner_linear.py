@@ -69,7 +69,7 @@ class LearnerLinear(Linear):
 
     def after_update(self, gate_up_TN: Tensor, update: Update) -> Tensor | Product:
         """Compute `after_swiglu` of a product that lacks its update. With an adapter, the backward
-        pass recomputes silu(gate) * up together with the gradient of gate_up."""
+        pass recomputes silu(gate) * up with the gradient of gate_up."""
         if self.adapter is None or not self.adapter.enabled:
             return super().after_update(gate_up_TN, update)
         return self.adapted(self.adapter, gate_up_TN, update=update)[0]
@@ -82,8 +82,7 @@ def _multiply(
     codes: QTensor | None,
     exact: bool = False,
 ) -> Tensor:
-    """Return y_TN = x W' + b. With `codes`, the weight's quantized form, the product is the one of
-    their format and has no gradient of its own; without (None), it is that of the weight."""
+    """Return y_TN = x W' + b; with codes in their format's arithmetic, without a gradient."""
     if codes is None:
         return float_product(x_TK, weight_NK, bias_N, exact)
     return codes.linear(x_TK.detach(), bias_N, exact)
@@ -92,7 +91,7 @@ def _multiply(
 def _input_gradient(
     grad_TN: Tensor, weight: Tensor | QTensor | None, transposed: QTensor | None
 ) -> Tensor:
-    """Return dX [T, K] of dY [T, N]. weight: the forward's; unused if the transpose has codes."""
+    """Return dX [T, K] of dY [T, N]."""
     if transposed is not None:
         return fp8.gradient(grad_TN, transposed)
     assert weight is not None
@@ -173,8 +172,8 @@ class _GatedProduct(torch.autograd.Function):
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """The product of a frozen low-bit weight: with codes in an aligned forward, else with the
-    dequantized matrix, which the backward pass computes again."""
+    """The product of a frozen low-bit weight, by codes in an aligned forward, else dequantized for
+    each pass."""
 
     @staticmethod
     def forward(

@@ -62,7 +62,7 @@ class Linear(nn.Module):
         raise KeyError(part)
 
     def set_weight(self, weight: QTensor | nn.Parameter) -> None:
-        """Replace the weight object (not its values)."""
+        """Replace the weight object, not its values."""
         del self.weight
         self.weight = weight
         self.aligned = self.transposed = None
@@ -82,7 +82,7 @@ class Linear(nn.Module):
 
     @property
     def codes(self) -> QTensor | None:
-        """The codes of a forward in the format's own arithmetic, or None."""
+        """Return the codes of a forward in the format's own arithmetic, or None."""
         raise NotImplementedError
 
     @property
@@ -91,14 +91,12 @@ class Linear(nn.Module):
         return None
 
     def read(self, x_TK: Tensor) -> Tensor | QuantizedRows:
-        """Return the input in the form of `row_kind`."""
         return x_TK if self.row_kind is None else quantize_rows(x_TK, self.row_kind)
 
     def after_swiglu(self, gate_up_TN: Tensor | Product) -> Tensor | Product:
         raise NotImplementedError
 
     def gate(self, gate_up_TN: Tensor | Product) -> Tensor | QuantizedRows:
-        """Return silu(gate) * up in the form of `row_kind`."""
         return (invariant.silu_mul if self.exact else silu_mul)(gate_up_TN, self.row_kind)
 
     def base_and_update(

@@ -69,8 +69,6 @@ def logits(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
 
 
 class _Logits(torch.autograd.Function):
-    """torch's float32 product of half-precision matrices, with the missing derivative."""
-
     @staticmethod
     def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
         ctx.save_for_backward(hidden_TD, weight_VD)
@@ -86,8 +84,8 @@ class _Logits(torch.autograd.Function):
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """`token_log_probs` with the gradients of the module's formulas. If only the hidden states need
-    one, d logp / d h is computed in the forward pass; else `ctx.kept` has G of the first chunks."""
+    """`token_log_probs`. If only the hidden states need a gradient, the forward pass computes d
+    logp / d h; else `ctx.kept` has G of the first chunks."""
 
     @staticmethod
     def forward(
@@ -174,8 +172,8 @@ def _chunk_log_probs(
     grad_CV: Tensor | None,
     exact: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the targets' log-probs and the entropies [C] of a chunk, and write G to `grad_CV`, if
-    given. exact: the log-probs have the bits of the sampler's kernel."""
+    """Return the targets' log-probs and the entropies [C] of a chunk, and write G to `grad_CV`.
+    exact: the log-probs have the bits of the sampler's kernel."""
     sampler_logp_C = None
     if exact and triton_supports(logits_CV):  # elsewhere there is only one log-softmax
         sampler_logp_C = token_logprobs.log_probs(logits_CV, targets_C, temperature)
@@ -184,12 +182,10 @@ def _chunk_log_probs(
 
 
 def _chunks(hidden_TD: Tensor, chunk: int) -> list[slice]:
-    """Return the rows of each chunk."""
     return [slice(start, start + chunk) for start in range(0, hidden_TD.shape[0], chunk)]
 
 
 def _wide(x: Tensor) -> bool:
-    """Return whether the device gives float32 sums of half-precision products."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -201,7 +197,6 @@ def float32_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _add_float32_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to `total`, which is float32."""
     if _wide(a):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:

@@ -115,8 +115,7 @@ def attach(
 
 
 def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> None:
-    """Check an adapter for a model of this spec. Raises ValueError under the same conditions as
-    `attach`."""
+    """Raise ValueError unless a model of this spec can have the adapter."""
     # a text, whose letters would count as targets, is one unknown name
     unknown = [targets] if isinstance(targets, str) else sorted(set(targets) - set(_NAMES))
     if unknown or not targets:
@@ -150,15 +149,14 @@ NOT_IN_VLLM = "kv_b_proj"
 
 
 def attention_targets(spec: ModelSpec) -> tuple[str, ...]:
-    """Return the matrices of attention, which take an adapter in every model."""
     if spec.latent is None:
         return TARGETS[:4]
     return tuple(spec.latent.in_features(spec.num_heads, spec.hidden_size))
 
 
 def adapted_parts(parts: Iterable[str], targets: Sequence[str]) -> list[str]:
-    """Return the parts of a layer that have an adapter: those named, and a fused matrix whose parts
-    in other models are all named."""
+    """Return the parts of a layer that have an adapter: those named, and a fused matrix all of
+    whose parts are named."""
     return [
         part
         for part in parts
@@ -208,7 +206,6 @@ def state(model: Transformer, input_scale: float = 1.0) -> dict[str, Tensor]:
 
 
 def unscaled(tensors: Mapping[str, Tensor], input_scale: float) -> dict[str, Tensor]:
-    """Convert an adapter's tensors from a base that carries s to the unscaled base."""
     return {
         name: tensor * input_scale
         if input_scale != 1 and name.endswith(_LORA_A_AFTER_NORM)
@@ -226,8 +223,8 @@ def wanted(model: Transformer, rank: int) -> dict[str, tuple[int, ...]]:
 
 
 def are_whole_targets(lacking: Set[str], every: Set[str]) -> bool:
-    """Return whether an adapter lacks some targets entirely, but not all. lacking, every: names of
-    tensors, PEFT's."""
+    """Return whether an adapter lacks some targets entirely, but not all. lacking, every: PEFT's
+    names."""
     targets = {name.split(".")[-3] for name in lacking}
     of_targets = {name for name in every if name.split(".")[-3] in targets}
     return lacking == of_targets and of_targets != every
@@ -236,13 +233,11 @@ def are_whole_targets(lacking: Set[str], every: Set[str]) -> bool:
 def pairs(
     linear: str, adapter: Adapter, tensors: Mapping[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return (A, B) of each part of a layer that PEFT's tensors have."""
     names = {part: _peft_names(linear, part) for part in adapter.a}
     return {part: (tensors[a], tensors[b]) for part, (a, b) in names.items() if a in tensors}
 
 
 def _named_parameters(model: Transformer) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the adapter's parameters under PEFT's names."""
     for name, linear in model.linears():
         if linear.adapter is None:
             continue
@@ -253,7 +248,6 @@ def _named_parameters(model: Transformer) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _peft_names(linear: str, part: str) -> tuple[str, str]:
-    """Return PEFT's names of A and B of a part."""
     _, layer, kind = linear.split(".", 2)
     stem = f"base_model.model.model.layers.{layer}.{_PEFT_MODULES[kind]}.{part}"
     return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
@@ -349,8 +343,7 @@ def write_tensors(
 
 
 def _absolute_base(base: str) -> str:
-    """Return a model's name, with an absolute path for a folder or a short name (`model.aliases`),
-    which other tools do not know."""
+    """Return a model's name, with an absolute path for a folder or a short name (`model.aliases`)."""
     folder = resolve(base) if base in KNOWN else Path(base).expanduser()
     return str(folder.resolve()) if base and folder.is_dir() else base
 
@@ -404,7 +397,7 @@ def stored(folder: Path, input_scale: float = 1.0) -> tuple[float, dict[str, Ten
 
 
 def _read_config(path: Path) -> tuple[int, float, list[str]]:
-    """Return (rank, alpha, target parts) of an adapter_config.json. ValueError names the key."""
+    """Return (rank, alpha, target parts) of an adapter_config.json."""
     config = read_adapter_config(path)
     try:
         rank, alpha = integer(config, "r"), positive(config, "lora_alpha")

@@ -154,7 +154,6 @@ def _router(spec: ModelSpec) -> str:
 
 
 def dense_modules(spec: ModelSpec) -> list[str]:
-    """Return the ends of the names of linear modules, beside lm_head, that no format quantizes."""
     routers = [f"mlp.{_router(spec)}"] if spec.mixture.num_experts else []
     gates = ["mlp.shared_expert_gate"] if spec.mixture.gates_shared else []
     rates = [] if spec.delta is None else [f"linear_attn.{p}" for p in spec.delta.rate_parts]
@@ -162,8 +161,8 @@ def dense_modules(spec: ModelSpec) -> list[str]:
 
 
 def stored_parts(spec: ModelSpec, name: str, mlp_size: int = 0) -> dict[str, int]:
-    """Return the rows of the matrices that checkpoints hold of `qkv` or `gate_up`, in their
-    order. Those of q have its gate, too. mlp_size: the rows of gate, and of up."""
+    """Return the rows of the stored matrices of `qkv` or `gate_up`, in order; those of q have its
+    gate, too. mlp_size: the rows of gate, and of up."""
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     q_and_gate = q * (1 + spec.attention_gate)
     rows = (q_and_gate, kv, kv) if name == "qkv" else (mlp_size, mlp_size)
@@ -189,7 +188,6 @@ def features_read(spec: ModelSpec) -> dict[str, int]:
 
 
 def widths_of_down(spec: ModelSpec) -> set[int]:
-    """Return the in features that down projections have: of experts, the shared one, dense MLPs."""
     widths = {spec.intermediate_size} if spec.layers_with_experts < spec.num_layers else set()
     mixture = spec.mixture
     if not mixture.num_experts:
@@ -199,20 +197,16 @@ def widths_of_down(spec: ModelSpec) -> set[int]:
 
 
 def is_fixed(name: str) -> bool:
-    """Return whether a parameter, by its name or its name in checkpoints, is in float32 in a model of
-    any dtype and changed by no optimiser."""
+    """Return whether a parameter, by either name, is in float32 in every model and never trained."""
     return name.endswith((FIXED, FIXED_STORED))
 
 
 def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a parameter, by its name or its name in checkpoints, in a model of this
-    dtype."""
     return torch.float32 if is_fixed(name) else dtype
 
 
 def part_rows(spec: ModelSpec, hf_name: str, whole: int) -> int:
-    """Return an HF tensor's rows in its internal parameter of `whole` rows; a tensor that is no
-    part of a fused one has them all."""
+    """Return an HF tensor's rows in its internal parameter of `whole` rows."""
     part = hf_name.rsplit(".", 2)[-2]
     mlp_size = spec.intermediate_size
     if ".mlp.experts." in hf_name:
@@ -241,5 +235,4 @@ def is_linear(hf_name: str) -> bool:
 
 
 def module_of(parts: dict[str, tuple[int, ...]]) -> str:
-    """Return the module of a matrix or of its first part, as files name it."""
     return next(iter(parts)).removesuffix(".weight")

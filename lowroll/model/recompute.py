@@ -81,7 +81,7 @@ class _Book:
         self.outputs.append(output)
 
     def close(self) -> None:
-        """Release the outputs: autograd keeps the hook, and so this object, as long as the graph."""
+        """Release the outputs: autograd keeps this object as long as the graph."""
         self.recipes.clear()
         self.outputs.clear()
 
@@ -110,10 +110,8 @@ def remake(output: Any, function: Callable[..., Any], *inputs: Any, product: boo
 
 
 def _unpack(saved: Tensor | _Recipe) -> Tensor:
-    """Return a saved tensor, or a recipe's result."""
     return saved.get() if isinstance(saved, _Recipe) else saved
 
 
 def _key(x: Tensor) -> _Key:
-    """Return the key of a tensor's memory and layout."""
     return x.data_ptr(), x.shape, x.stride(), x.dtype

@@ -51,7 +51,6 @@ def convolve(
 
 
 def _convolve_stack(x_SLC: Tensor, weight_CK: Tensor, state_SCK: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `convolve` for sequences of equal length."""
     length = x_SLC.shape[1]
     extended_SLC = torch.cat([state_SCK.transpose(1, 2).to(x_SLC.dtype), x_SLC], dim=1)
     y_SLC = torch.zeros_like(x_SLC, dtype=torch.float32)
@@ -142,8 +141,8 @@ class _Chunks(NamedTuple):
 def _prepare(
     q_NHLk: Tensor, k_NHLk: Tensor, v_NHLv: Tensor, decay_NHL1: Tensor, beta_NHL1: Tensor
 ) -> _Chunks:
-    """Compute what does not depend on the state, for all chunks together. The comments name the
-    quantities of the module's formulas."""
+    """Compute what does not depend on the state, for all chunks. Comments name the module's
+    quantities."""
     length = k_NHLk.shape[-2]
     # the logarithm of D: sums, not differences of sums, which lose the digits of weak decays after
     # strong ones
@@ -188,7 +187,6 @@ def _scan(chunks: _Chunks, state_SHkv: Tensor, counts: Sequence[int]) -> tuple[T
 
 
 def _padded(x_THe: Tensor, length: int) -> Tensor:
-    """Append zeros, which are tokens that change no state."""
     return F.pad(x_THe, (0, 0, 0, 0, 0, length - len(x_THe)))
 
 

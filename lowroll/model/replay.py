@@ -69,7 +69,6 @@ def unpack_evictions(evictions: Evictions) -> Tensor:
 
 
 def _decompress(data: bytes, size: int) -> bytes:
-    """Decompress exactly `size` bytes, a bound for untrusted data."""
     stream = zlib.decompressobj()
     try:
         raw = stream.decompress(data, size + 1)
@@ -168,8 +167,8 @@ def replayed(
 def _cut_stretches(
     sequence: int, start: int, begins: Sequence[int], length: int, numbers_T: Tensor
 ) -> list[_Stretch]:
-    """Return the stretches of a sequence. begins: the position of each one's first token.
-    numbers_T: the compactions that dropped the keys of any head, as all heads drop equally many."""
+    """Return the stretches of a sequence. begins: their first positions. numbers_T: the compactions
+    that dropped the keys of any head, as all heads drop equally many."""
     num_dropped = numbers_T.long().bincount(minlength=len(begins) + 1).tolist()
     stretches: list[_Stretch] = []
     num_keys_gone = 0
@@ -202,7 +201,6 @@ def _padded(numbers: Sequence[Tensor]) -> Tensor:
 
 
 def _group_stretches(stretches: Sequence[_Stretch], num_heads: int) -> Iterator[list[_Stretch]]:
-    """Group stretches to process at once: MOST_MARKED marks, or a single stretch."""
     group: list[_Stretch] = []
     longest = 0
     for stretch in stretches:
@@ -269,7 +267,6 @@ class _Portion:
         return keys_GN.scatter_(1, place_GRT.flatten(1), source_GX)[:, :-1]
 
     def _numbers(self, layer: int) -> Tensor:
-        """Return the compactions [G, S, T] of a layer, for the positions up to `longest`."""
         numbers_GST = self.numbers_LGST[layer]
         missing = self.longest - numbers_GST.shape[2]
         if missing <= 0:

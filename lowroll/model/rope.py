@@ -51,15 +51,14 @@ def _frequencies(rope: Rope) -> Tensor:
 
 
 def _kept_llama3(freqs: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return the share of each pair's frequency that is kept."""
     wavelength = 2 * math.pi / freqs
     kept = (scaling.original_max_position / wavelength - scaling.low) / (scaling.high - scaling.low)
     return kept.clamp(0, 1)
 
 
 def _kept_yarn(rope: Rope, scaling: RopeScaling) -> Tensor:
-    """Return the share of each pair's frequency that is kept: all of those that make `high` turns
-    within the original context, none of those that make `low`, linearly in between."""
+    """Return the kept share of each pair's frequency: all from `high` turns within the original
+    context on, none up to `low`, linearly in between."""
 
     def pair_of(turns: float) -> float:
         """Return which pair makes so many turns within the original context."""
@@ -75,8 +74,7 @@ def _kept_yarn(rope: Rope, scaling: RopeScaling) -> Tensor:
 
 
 def head_order(spec: ModelSpec) -> Tensor | None:
-    """Return the order in which kernels need a head's numbers, int64 [d], or None for their own.
-    ValueError where layers need different ones."""
+    """Return the order in which kernels need a head's numbers, int64 [d], or None for their own."""
     orders = {_order(rope, spec.head_dim) for rope in spec.ropes}
     if len(orders) > 1:
         raise ValueError("rope_parameters: all layers must rotate the same numbers of a head")
@@ -85,8 +83,8 @@ def head_order(spec: ModelSpec) -> Tensor | None:
 
 
 def _order(rope: Rope, head_dim: int) -> tuple[int, ...]:
-    """Return a head's numbers in the kernels' order: the firsts of all pairs, then the seconds.
-    Numbers that are not rotated make pairs, too, whose frequency is 0."""
+    """Return the kernels' order: the firsts of all pairs, then the seconds. Unrotated numbers make
+    pairs of frequency 0."""
     if rope.interleaved:
         firsts, seconds = range(0, rope.dims, 2), range(1, rope.dims, 2)
     else:

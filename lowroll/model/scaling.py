@@ -32,12 +32,10 @@ KEY = "lowroll_uaq_scale"  # config.json key of a scaled model
 
 
 def applied(model: Transformer) -> float | None:
-    """Return the s of the model's weights, or None."""
     return model.spec.config.get(KEY)
 
 
 def why_not(spec: ModelSpec) -> str | None:
-    """Return why a model of this spec cannot be scaled, or None."""
     if {"input_norm", "post_attention_norm"} - {name for name, _ in spec.norms}:
         return (
             f"{spec.architecture} has no norms in front of attention and MLP that could be scaled"
@@ -79,7 +77,6 @@ def scale(model: Transformer, s: float) -> Transformer:
 
 
 def _mixer_readers(block: Block) -> list[nn.Parameter | QTensor]:
-    """Return the matrices that read the norm in front of attention."""
     if block.delta is not None:
         return [block.delta.qkvz.weight, block.delta.ba_weight]
     assert block.mixer_reader is not None
@@ -87,7 +84,6 @@ def _mixer_readers(block: Block) -> list[nn.Parameter | QTensor]:
 
 
 def _mlp_readers(block: Block) -> list[nn.Parameter | QTensor]:
-    """Return the matrices that read the norm in front of the MLP."""
     if block.experts is None:
         return [block.gate_up.weight]
     readers = [block.experts.gate_up.weight, block.experts.router.weight]

@@ -69,7 +69,6 @@ def score(
 
 
 def _batches(lengths: list[int], tokens_per_batch: int) -> Iterator[slice]:
-    """Yield consecutive sequences that have up to so many tokens, or one that has more."""
     first = num_tokens = 0
     for i, length in enumerate(lengths):
         if i > first and num_tokens + length > tokens_per_batch:
@@ -87,7 +86,6 @@ def _score_packed(
     temperature: float,
     evictions: Sequence[Evictions | None],
 ) -> list[Tensor]:
-    """Return the log-probs of each response's tokens, in one packed forward pass."""
     lengths = [len(ids) for ids in sequences]
     ids_T = torch.tensor([token for ids in sequences for token in ids], device=model.device)
     pos_T = torch.tensor([pos for length in lengths for pos in range(length)], device=model.device)

@@ -50,8 +50,6 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """A tensor's file, first byte and size."""
-
     path: Path
     start: int
     nbytes: int
@@ -60,8 +58,8 @@ class TensorLocation:
 
 
 class _PendingBatch(NamedTuple):
-    """Tensors by name that threads are filling. pieces: the reads, each with the event of its copy
-    to a GPU. nbytes: of all tensors."""
+    """Tensors that threads are filling. pieces: the reads, each with the event of its copy to a
+    GPU."""
 
     tensors: dict[str, Tensor]
     pieces: list[Future[None | torch.cuda.Event]]
@@ -111,7 +109,6 @@ def join(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _are_contiguous(parts: Sequence[Tensor]) -> bool:
-    """Return whether each part begins in one storage where the part before it ends."""
     storages = {part.untyped_storage().data_ptr() for part in parts}
     starts = [part.storage_offset() for part in parts]
     ends = [part.storage_offset() + part.numel() for part in parts]
@@ -119,7 +116,6 @@ def _are_contiguous(parts: Sequence[Tensor]) -> bool:
 
 
 def _locate_tensors(files: dict[str, Path], wanted: set[str]) -> dict[str, TensorLocation]:
-    """Read where each wanted tensor lies in its file."""
     locations = {}
     for path in sorted({files[name] for name in wanted}):
         with open(path, "rb") as file:
@@ -139,9 +135,8 @@ def _locate_tensors(files: dict[str, Path], wanted: set[str]) -> dict[str, Tenso
 
 
 class _Reader:
-    """A reader of file pieces into tensors on one device, from any thread. own: what each thread
-    keeps for itself, made at its first piece: open files, and for a GPU a stream and two pinned
-    buffers."""
+    """A reader of file pieces into tensors on one device, from any thread. own: each thread's open
+    files, and for a GPU its stream and two pinned buffers."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.own = device, threading.local()
@@ -151,7 +146,6 @@ class _Reader:
         pool: ThreadPoolExecutor,
         batch: dict[str, TensorLocation],
     ) -> _PendingBatch:
-        """Allocate one buffer for a batch, and submit the reads of its pieces to the pool."""
         starts, size = {}, 0
         for name, location in batch.items():
             itemsize = location.dtype.itemsize
@@ -180,8 +174,7 @@ class _Reader:
         return _PendingBatch(tensors, pieces, size)
 
     def finish(self, batch: _PendingBatch) -> dict[str, Tensor]:
-        """Wait until the pieces are read, and return the tensors; the current stream waits until
-        they are copied."""
+        """Wait until the pieces are read; the current stream waits until they are copied."""
         for piece in batch.pieces:
             copied = piece.result()
             if copied is not None:
@@ -214,8 +207,8 @@ class _Reader:
         return copied
 
     def fill(self, path: Path, start: int, host_B: Tensor) -> None:
-        """Read the file's bytes from `start` on into a tensor of the host, without a copy.
-        ValueError for a file that ends within them."""
+        """Read the file's bytes from `start` on into a host tensor. ValueError for a file that ends
+        too early."""
         if not hasattr(self.own, "files"):
             self.own.files = dict[Path, FileIO]()
         if path not in self.own.files:
@@ -235,7 +228,6 @@ class _Reader:
 
 
 def write(tensors: dict[str, Tensor], target: Path) -> None:
-    """Write tensors into an existing folder: one file, or several and their index."""
     shards = _split_into_shards(tensors)
     if len(shards) > 1:
         size = sum(tensor.nbytes for tensor in tensors.values())
@@ -251,7 +243,6 @@ def write(tensors: dict[str, Tensor], target: Path) -> None:
 
 
 def _split_into_shards(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Split tensors into files of at most SHARD_BYTES, by file name."""
     shards: list[dict[str, Tensor]] = [{}]
     free_bytes = SHARD_BYTES
     for name, tensor in tensors.items():

@@ -55,7 +55,6 @@ def check_memory(path: Path, spec: ModelSpec, bits: float, device: torch.device 
 
 
 def check_heads(path: Path, spec: ModelSpec, device: torch.device | str) -> None:
-    """Raise ValueError for heads of latent attention that are too wide for the device's kernels."""
     latent = spec.latent
     if latent is None or torch.device(device).type != "cuda" or latent.head_dim <= WIDEST:
         return
@@ -66,14 +65,12 @@ def check_heads(path: Path, spec: ModelSpec, device: torch.device | str) -> None
 
 
 def _describe_model(spec: ModelSpec) -> str:
-    """Describe the model by its largest size."""
     sizes = _sizes(spec)
     largest = max(sizes, key=lambda key: sizes[key])
     return f"{largest}: {sizes[largest]:,} makes a model of {spec.num_parameters:,} parameters"
 
 
 def _sizes(spec: ModelSpec) -> dict[str, int]:
-    """Return the sizes of a model by their keys in a config.json."""
     latent: dict[str, int] = {}
     if spec.latent is not None:
         latent = {

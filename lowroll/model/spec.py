@@ -167,7 +167,6 @@ class ModelSpec:
 
     @property
     def _attention(self) -> int:
-        """The parameters of one layer's attention."""
         if self.latent is not None:
             return self.latent.num_parameters(self.num_heads, self.hidden_size)
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -179,7 +178,6 @@ class ModelSpec:
 
     @property
     def _mlps(self) -> int:
-        """The parameters of all layers' MLPs or experts."""
         dense = self.hidden_size * (3 * self.intermediate_size + self.mlp_bias)
         dense += 2 * self.intermediate_size * self.mlp_bias
         num_mixtures = self.layers_with_experts
@@ -230,7 +228,6 @@ except ValueError as error:
 
 
 def generation_eos_ids(folder: Path) -> tuple[int, ...]:
-    """Return the eos ids of generation_config.json, if any. ValueError names the file."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return ()
@@ -296,8 +293,7 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
 
 
 def _text_part(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the configuration of a model's decoder and the prefix of its tensors. In a model of
-    images and text the decoder is a part, whose configuration is made to stand alone."""
+    """Return the configuration of a model's decoder and the prefix of its tensors."""
     architectures = config.get("architectures")
     # the form of `Family.inside`
     whole = (config.get("model_type"), *(architectures if isinstance(architectures, list) else ()))
@@ -341,10 +337,8 @@ def _family(config: dict[str, Any]) -> Family:
 
 
 def _parse_with_transformers(config: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return the attributes of transformers' configuration. ValueError names the key.
-
-    Types and sizes are checked first: the class builds a list of all layers.
-    """
+    """Return the attributes of transformers' configuration. Types and sizes are checked first: the
+    class builds a list of all layers."""
     for key in _INTEGER_KEYS:
         is_required = key in _REQUIRED_KEYS and key not in family.lacks
         if is_required or config.get(key) is not None:
@@ -380,7 +374,6 @@ def _parse_with_transformers(config: dict[str, Any], family: Family) -> dict[str
 
 
 def _check_rope(key: str, rope: Any) -> None:
-    """Raise ValueError unless these are numbers for all layers, or a set for each type of layers."""
     by_type = isinstance(rope, dict) and set(rope) <= {FULL, SLIDING}
     sets = list(rope.values()) if by_type else [rope]
     for numbers in sets:

@@ -69,7 +69,6 @@ class StackedTensor:
         return self._in_order(stored).flatten(0, 1).contiguous()
 
     def stored(self, w_NK: Tensor) -> Tensor:
-        """Return the inverse of `by_expert`."""
         w_ENK = self._alternate(w_NK.unflatten(0, (self.num_experts, self.rows)))
         is_turned = self.by_columns and self.columns is not None
         return (w_ENK.transpose(1, 2) if is_turned else w_ENK).contiguous()
@@ -90,7 +89,6 @@ class StackedTensor:
         )
 
     def encode(self, packed: Tensor, scale: Tensor) -> dict[str, Tensor]:
-        """Return the inverse of `decode`, of `QTensor`'s tensors."""
         blocks, scales = (
             self._alternate(x.unflatten(0, (self.num_experts, self.rows))).contiguous()
             for x in (packed, scale)
@@ -101,20 +99,18 @@ class StackedTensor:
         }
 
     def _in_order(self, x_EN: Tensor) -> Tensor:
-        """Return each expert's rows with gates, then ups, where they alternate."""
+        """Return each expert's rows with gates, then ups."""
         if not self.alternating:
             return x_EN
         return x_EN.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
 
     def _alternate(self, x_EN: Tensor) -> Tensor:
-        """Return the inverse of `_in_order`."""
         if not self.alternating:
             return x_EN
         return x_EN.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 
 def are_in(files: Container[str], spec: ModelSpec) -> bool:
-    """Return whether a folder with these tensors stacks its experts."""
     if not spec.mixture.num_experts:
         return False
     first = f"{spec.stored_prefix}layers.{spec.mixture.dense_layers}{EXPERTS}gate_up_proj"
@@ -122,8 +118,7 @@ def are_in(files: Container[str], spec: ModelSpec) -> bool:
 
 
 def stored_tensors(spec: ModelSpec) -> dict[str, StackedTensor]:
-    """Return the stacked tensors of the folder that a spec was read from, by internal name; empty
-    where it has none."""
+    """Return the stacked tensors of the spec's folder, by internal name; empty where it has none."""
     if not spec.stored_stacked:
         return {}
     return {
@@ -147,8 +142,8 @@ def is_native(spec: ModelSpec, format: Format) -> bool:
 def pack(
     spec: ModelSpec, config: Mapping[str, Any], tensors: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return a model's tensors as its folder stores them, with the experts stacked where the family
-    does it: dense ones, and MXFP4 where the config says so."""
+    """Return a model's tensors as its folder stores them, the experts stacked where the family does
+    it."""
     quantization = config.get("quantization_config")
     in_mxfp4 = quantization is not None and quantization["quant_method"] == EXPERTS_IN_MXFP4
     is_dense = quantization is None
@@ -171,8 +166,8 @@ def pack(
 
 
 def _stacked(spec: ModelSpec, parts: list[str], shape: tuple[int, ...]) -> StackedTensor:
-    """Return the stacked tensor of a parameter with these parts, the HF names of all experts'
-    matrices or biases. shape: of the parameter."""
+    """Return the stacked tensor of a parameter. parts: the HF names of all experts' matrices or
+    biases. shape: of the parameter."""
     prefix, _, first_part = parts[0].partition(EXPERTS)
     _, matrix, kind = first_part.split(".")  # as in "0.gate_proj.weight"
     has_gate_and_up = matrix == "gate_proj"  # which are one tensor

@@ -16,7 +16,6 @@ Stream = Tensor | Product  # the reader applies a low-bit product's scales
 
 
 def dense(stream: Stream) -> Tensor:
-    """Return a product as a plain tensor, with its scales applied."""
     return stream.dense() if isinstance(stream, Product) else stream
 
 

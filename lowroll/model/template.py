@@ -37,9 +37,7 @@ class Ended(ValueError):
 
 
 class Template:
-    """A chat template that renders conversations, one at a time. variables: further variables of
-    the template (special tokens).
-    """
+    """A chat template that renders one conversation at a time. variables: its special tokens."""
 
     def __init__(self, source: str, variables: dict[str, str]) -> None:
         if len(source) > MOST_TEMPLATE:
@@ -92,7 +90,6 @@ class Template:
             return self._text(request)
 
     def _text(self, asked: dict[str, Any]) -> str:
-        """Return the rendered text, starting a child if there is none."""
         # also in a fork, where the child is another process's
         if self.child is not None and self.child.poll() is not None:
             self._forget_child()
@@ -103,7 +100,6 @@ class Template:
         return str(self._ask(asked)["text"])
 
     def _ask(self, message: dict[str, Any], seconds: float | None = None) -> dict[str, Any]:
-        """Return the child's reply to a message. ValueError for the template's error."""
         assert self.child is not None
         try:
             reply = _exchange(self.child, json.dumps(message).encode() + b"\n", seconds or SECONDS)
@@ -117,7 +113,6 @@ class Template:
         return reply
 
     def _forget_child(self) -> None:
-        """End the child."""
         self.end_child()
         self.child = None
 
@@ -137,12 +132,10 @@ def check_template_kwargs(given: Mapping[str, Any], special_tokens: Iterable[str
 
 @lru_cache(maxsize=4)
 def template(source: str, variables: tuple[tuple[str, str], ...]) -> Template:
-    """Return the template of a source; equal ones share a child."""
     return Template(source, dict(variables))
 
 
 def _start_child() -> subprocess.Popen[bytes]:
-    """Start the child process, with pipes that do not block."""
     child = subprocess.Popen(
         [sys.executable, "-P", str(_CHILD_SCRIPT)],
         stdin=subprocess.PIPE,
@@ -159,7 +152,6 @@ def _start_child() -> subprocess.Popen[bytes]:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kill the child and close its pipes."""
     child.kill()
     child.wait(SECONDS)
     for pipe in (child.stdin, child.stdout):
@@ -168,8 +160,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _exchange(child: subprocess.Popen[bytes], request: bytes, seconds: float) -> dict[str, Any]:
-    """Send a request to the child and return its reply. ValueError on a timeout, Ended at its
-    end."""
+    """Send a request to the child and return its reply. ValueError on a timeout, Ended at its end."""
     deadline = time.monotonic() + seconds
     assert child.stdin is not None and child.stdout is not None
     to_child, from_child = child.stdin.fileno(), child.stdout.fileno()

@@ -128,8 +128,8 @@ def error(reason: BaseException) -> dict[str, str]:
 
 
 def main() -> None:
-    """Read the template, and render the conversations of requests until the input ends. An alarm
-    ends the process `seconds` after a request without a reply, should the parent not do it."""
+    """Render the conversations of requests until the input ends. An alarm ends the process
+    `seconds` after a request without a reply."""
     setup = json.loads(sys.stdin.buffer.readline())
     protect(setup["memory_mb"])
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

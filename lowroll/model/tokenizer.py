@@ -53,7 +53,7 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def tokenizer_home(folder: str | Path) -> Path:
-    """Return the folder of the tokenizer: PEFT saves adapters without one, so it may be the base's."""
+    """Return the folder of the tokenizer: an adapter's may be its base's."""
     folder = Path(folder)
     if not has_tokenizer(folder) and (folder / "adapter_config.json").is_file():
         from lowroll.model.adapter_base import base_of
@@ -67,8 +67,6 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def _check_files(folder: Path) -> None:
-    """Raise ValueError for a file that is too large or no JSON, and for a key of
-    tokenizer_config.json that would break transformers later."""
     for name in _LARGE_FILES:
         if (folder / name).exists():
             regular(folder / name, MOST_TOKENIZER)
@@ -155,8 +153,7 @@ class ChatTokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Return a conversation's ids. Arguments as `Template.render`; template_kwargs precede
-        those of this tokenizer. ValueError for the template's errors, and when it cannot show
-        tools."""
+        those of this tokenizer."""
         return self._encode(self.render(messages, open_turn, tools, template_kwargs))
 
     def encode_turn(
@@ -212,7 +209,6 @@ class ChatTokenizer:
 
     @cached_property
     def _closing(self) -> str:
-        """The text that the template puts after the last turn."""
         return self._behind(_MARKED_TURN, False)
 
     def _behind_calls(self, messages: list[Message], said: Message | None) -> str:

@@ -37,7 +37,6 @@ def attempt(path: Path) -> None:
 
 
 def _try(path: Path) -> str:
-    """Run the child process; returns the error, or an empty text."""
     command = [sys.executable, "-P", str(_CHILD_SCRIPT), str(path), str(MEMORY_MB), str(SECONDS)]
     try:
         result = subprocess.run(

@@ -73,7 +73,6 @@ class FileTokenizer:
 
 
 def _read_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """Return the folder's chat template, or None."""
     if (folder / _TEMPLATE_FILE).exists():
         regular(folder / _TEMPLATE_FILE, 1 << 20)
         return (folder / _TEMPLATE_FILE).read_text(encoding="utf-8")
@@ -86,6 +85,5 @@ def _read_template(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def _token_text(token: object) -> str | None:
-    """Return a special token's text, or None."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None

@@ -100,7 +100,6 @@ class Block(nn.Module):
     def _add_mlp(
         self, spec: ModelSpec, device: torch.device | str, dtype: torch.dtype, layers: Layers
     ) -> None:
-        """Make the experts, and the matrices of the dense MLP or of the expert of every token."""
         hidden, mlp_size = spec.hidden_size, spec.intermediate_size
         self.activation = spec.activation
         has_experts = spec.has_experts(self.layer)
@@ -126,7 +125,6 @@ class Block(nn.Module):
         dtype: torch.dtype,
         layers: Layers,
     ) -> None:
-        """Make the matrices, head norms and sinks of attention."""
         hidden = spec.hidden_size
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.qkv = layers.linear(hidden, stored_parts(spec, "qkv"), spec.qkv_bias, device, dtype)
@@ -165,8 +163,7 @@ class Block(nn.Module):
 
     @property
     def mixer_reader(self) -> Linear | None:
-        """The matrix of attention that reads the norm in front of it; None in a recurrent layer,
-        which reads plain activations."""
+        """The matrix of attention that reads the norm in front of it; None in a recurrent layer."""
         if self.delta is not None:
             return None
         return self.qkv if self.latent is None else self.latent.qkv_a
@@ -179,8 +176,6 @@ class Block(nn.Module):
         attend: Attend,
         wanted_P: Tensor | None,
     ) -> Stream:
-        """Return what attention or the recurrent layer adds to the residual stream; the arguments
-        are those of `attention`."""
         if self.latent is not None:
             return self.latent(normed, cos[self.rope], sin[self.rope], attend, wanted_P)
         if self.delta is None:
@@ -199,8 +194,8 @@ class Block(nn.Module):
     def _add(
         self, x_TD: Tensor, update_TD: Stream | None, norm: RMSNorm | None, rows: str | None
     ) -> tuple[Tensor, Tensor | QuantizedRows]:
-        """Return (x + update, what the next layer reads of it): the sum's norm, or the sum itself
-        without a norm. rows: the kind of quantized rows that the layer reads, if it does."""
+        """Return (x + update, what the next layer reads: its norm, if any). rows: the kind of
+        quantized rows that the layer reads, if it does."""
         if norm is None:
             x_TD = x_TD if update_TD is None else x_TD + dense(update_TD)
             return x_TD, x_TD if rows is None else quantize_rows(x_TD, rows)
@@ -209,7 +204,6 @@ class Block(nn.Module):
         return x_TD, normed
 
     def _scaled(self, update_TD: Stream, norm: RMSNorm | None) -> Stream:
-        """Return an update of the residual stream after its norm and scale, where it has them."""
         if norm is not None:
             update_TD = norm(dense(update_TD))
         return update_TD if self.update_scale == 1 else dense(update_TD) * self.update_scale
@@ -273,8 +267,7 @@ class Block(nn.Module):
         self, qkv: Stream, q_gain: Tensor | None, k_gain: Tensor | None
     ) -> tuple[Stream, Tensor | None, Tensor | None]:
         """Return q, k and v [T, (H + 2 G) d] and the gains [d], with the numbers of each head of q
-        and k in the order that the rotating kernel needs (`rope.head_order`). v keeps its own: it
-        is not rotated, and the output matrix reads it."""
+        and k in the rotating kernel's order (`rope.head_order`)."""
         if self.order is None:
             return qkv, q_gain, k_gain
         heads_THd = dense(qkv).unflatten(1, (-1, self.head_dim))
@@ -296,7 +289,6 @@ class Block(nn.Module):
         return self._dense_mlp(x_TD)
 
     def _shared_expert(self, x_TD: Tensor) -> Tensor:
-        """Return what the expert of every token adds, times its gate if it has one."""
         y_TD = dense(self._dense_mlp(self.gate_up.read(x_TD)))
         if self.shared_gate is None:
             return y_TD
@@ -402,7 +394,6 @@ class Transformer(nn.Module):
         return hidden_TD[wanted_P]
 
     def embed(self, ids_T: Tensor) -> Tensor:
-        """Return the embeddings [T, D] of tokens, scaled as the model's are."""
         x_TD = F.embedding(ids_T, self.embedding)
         if self.spec.embedding_scale == 1:
             return x_TD
@@ -421,7 +412,6 @@ class Transformer(nn.Module):
         return cos * self.magnitudes, sin * self.magnitudes
 
     def final(self, x_TD: Tensor) -> Tensor:
-        """Return the hidden states that the head reads, of the stream after the last block."""
         return self._for_head(self.norm(x_TD))
 
     def _for_head(self, normed_TD: Tensor) -> Tensor:
@@ -429,15 +419,12 @@ class Transformer(nn.Module):
         return normed_TD if scale == 1 else normed_TD * scale
 
     def be_exact(self) -> Transformer:
-        """Make every row's bits independent of its batch (`kernels.batch_invariant`).
-        `model.exact.refuse` has the conditions."""
         for module in self.modules():
             if isinstance(module, Transformer | Block | RMSNorm | Linear | Experts):
                 module.exact = True
         return self
 
     def causal(self, lengths: Sequence[int]) -> Attend:
-        """Return causal attention over packed sequences, in each layer with its window."""
         if self.exact:
             return exact_varlen(lengths, self.device)
         attend = varlen(lengths, self.device, self.spec.windows)
@@ -460,8 +447,8 @@ class Transformer(nn.Module):
         return self.head.linear(hidden_TD)
 
     def _compact_head(self, hidden_TD: Tensor) -> ordered.Compact | None:
-        """Return the head in the fewest bytes that give the same logits, for a few rows of an exact
-        engine on a CPU; None where there is none, or where many rows hide the reading."""
+        """Return the head in the fewest bytes with the same logits, for a few rows of an exact
+        engine on a CPU, else None."""
         if self.head is None or hidden_TD.device.type != "cpu" or hidden_TD.requires_grad:
             return None
         if not 0 < len(hidden_TD) <= COMPACT_HEAD_ROWS or triton_supports(hidden_TD):

@@ -28,8 +28,6 @@ CODES = tuple(float(code) for code in range(16))
 
 
 class BlockFormat(WeightOnly):
-    """The base of the three formats."""
-
     group = GROUP
     compact_bits: float  # of a weight in `compact`
 
@@ -143,7 +141,6 @@ def takes_compact(x_MK: Tensor, shape: tuple[int, int]) -> bool:
 
 
 def keeps(name: str, w_NK: Tensor) -> bool:
-    """Return whether the format represents the matrix exactly."""
     return bool(torch.equal(get_format(name).quantize(w_NK).dequantize(), w_NK.float()))
 
 

@@ -30,11 +30,9 @@ class Budget:
 
     @property
     def candidates(self) -> tuple[str, ...]:
-        """Return the formats that a layer may have."""
         return self.formats or DEFAULT_FORMATS
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield each invalid key and the reason."""
         bounds = (self.max_kl, self.max_bits, self.max_bytes)
         if all(bound is None for bound in bounds):
             yield "max_kl", "a budget has max_kl, max_bits or max_bytes"
@@ -69,7 +67,6 @@ class Budget:
 
 
 def is_budget(weights: object) -> bool:
-    """Return whether the text is a budget, not the name of a format."""
     return isinstance(weights, str) and "=" in weights
 
 

@@ -89,7 +89,6 @@ def over(w_NK: Tensor) -> QTensor | None:
 
 
 def of(dtype: torch.dtype) -> str | None:
-    """Return the dense format of a dtype, or None."""
     dense_names = (name for name, row in FORMATS.items() if row.dense)
     return next((name for name in dense_names if get_format(name).dtype == dtype), None)
 

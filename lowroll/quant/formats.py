@@ -61,12 +61,10 @@ class QTensor:
     source: tuple[ref[QTensor], int, int] | None = None
 
     def note_source(self, source: QTensor) -> None:
-        """Record that the codes were made of those of `source`."""
         self.source = ref(source), source.version, self.version
 
     def is_made_of(self, source: QTensor) -> bool:
-        """Return whether the codes were made of those of `source`, and neither has since
-        changed."""
+        """Return whether the codes were made of those of `source`, and neither has changed since."""
         return self.source == (ref(source), source.version, self.version)
 
     def derive(self, key: str, make: Callable[[QTensor], Any]) -> Any:
@@ -78,7 +76,6 @@ class QTensor:
 
     @torch.no_grad()
     def keep_dense(self, dtype: torch.dtype) -> None:
-        """Keep the dequantized matrix too, for faster products of many rows."""
         self.derive(f"dense {dtype}", lambda q: q.dequantize(dtype))
 
     @torch.no_grad()
@@ -98,11 +95,9 @@ class QTensor:
                 old.copy_(new)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the matrix [N, K] that the codes stand for."""
         return get_format(self.format).dequantize(self, dtype)
 
     def linear(self, x_MK: Tensor, bias_N: Tensor | None = None, exact: bool = False) -> Tensor:
-        """Multiply x_MK with the matrix (`Format.linear`). Return y_MN in the dtype of x."""
         return get_format(self.format).linear(x_MK, self, bias_N, exact)
 
     def copy_(self, other: QTensor) -> QTensor:
@@ -182,7 +177,6 @@ def divide(x: Tensor, divisor: float) -> Tensor:
 
 
 def nonzero(scale: Tensor) -> Tensor:
-    """Replace scales of 0 by `EPS`."""
     return torch.where(scale > 0, scale, torch.full_like(scale, EPS))
 
 
@@ -230,7 +224,6 @@ class Format(ABC):
 
     @property
     def dense(self) -> bool:
-        """Return whether it is plain floating point."""
         return FORMATS[self.name].dense
 
     def of(self, layer: str) -> Format:
@@ -240,7 +233,6 @@ class Format(ABC):
 
     @property
     def rounds_activations(self) -> bool:
-        """Return whether its product quantizes activations."""
         return self.rounds or self.rows is not None
 
     @abstractmethod
@@ -298,7 +290,6 @@ class Format(ABC):
         return Fraction(1)
 
     def finite(self, name: str, tensor: Tensor) -> bool:
-        """Return whether a stored tensor has no NaN or infinity."""
         return not tensor.is_floating_point() or all_finite(tensor.float())
 
     def describe(self, dtype: torch.dtype, dense: Sequence[str] = ()) -> dict[str, Any] | None:
@@ -307,11 +298,9 @@ class Format(ABC):
         return None
 
     def headers_beside(self) -> dict[str, Header]:
-        """Return the headers of a file's tensors that `QTensor.tensors` lacks, by suffix."""
         return {}
 
     def write_beside(self, q: QTensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the tensors of `headers_beside`. dtype: the model's."""
         return {}
 
     def read_beside(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -335,7 +324,6 @@ class Format(ABC):
         return parts
 
     def stack(self, parts: Sequence[QTensor]) -> QTensor:
-        """Join parts from top to bottom. ValueError as of `cut`."""
         rows = [part.shape[0] for part in parts]
         num_in = parts[0].shape[1]
         stacked: dict[str, Tensor] = {}
@@ -356,7 +344,7 @@ class Format(ABC):
 
     def _edges(self, name: str, num_in: int, rows: Sequence[int]) -> list[int]:
         """Return where each part of a stored tensor starts along its first dimension, and the end
-        of the last one. rows: of each part. ValueError when a part ends within a block."""
+        of the last. ValueError when a part ends within a block."""
         edges = [row * self.pitch(name, num_in) for row in accumulate(rows, initial=0)]
         if unaligned := [i for i, edge in enumerate(edges[1:-1]) if edge.denominator > 1]:
             raise ValueError(
@@ -427,7 +415,6 @@ def meta_tensors(format: Format, rows: int, columns: int) -> dict[str, Tensor]:
 
 
 def stored_format(name: str) -> str:
-    """Return the format under whose name files hold this one's tensors."""
     return get_format(name).stored_as or name
 
 

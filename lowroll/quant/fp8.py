@@ -42,18 +42,15 @@ KIND = "fp8"  # of the codes of activations
 
 
 def to_e4m3(x: Tensor) -> Tensor:
-    """Round to e4m3, saturating at +-448: it has no infinity, so values are clamped before the
-    cast."""
+    """Round to e4m3, saturating at +-448: it has no infinity."""
     return x.clamp(-MAX, MAX).to(E4M3)
 
 
 def nearest_e4m3(x: Tensor) -> Tensor:
-    """Round to e4m3, as float32."""
     return to_e4m3(x).float()
 
 
 def _slow_reason(device: torch.device) -> str:
-    """Return why formats are slow whose codes are multiplied as float32."""
     return f"{device.type} has no product of its codes, which are multiplied as float32 numbers"
 
 

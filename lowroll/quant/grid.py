@@ -32,14 +32,12 @@ class Grid:
     zero_NG: Tensor | None = None
 
     def nearest(self, w_N: Tensor, column: int) -> Tensor:
-        """Return the values nearest to a column's weights."""
         group = slice(column // self.size, column // self.size + 1)
         zero_N1 = None if self.zero_NG is None else self.zero_NG[:, group]
         column_grid = Grid(self.step_NG[:, group], self.level, self.size, zero_N1)
         return column_grid.nearest_groups(w_N[:, None, None]).flatten()
 
     def nearest_groups(self, w_NGS: Tensor) -> Tensor:
-        """Return the values nearest to weights in groups (`groups.split`)."""
         return self.from_steps(self.level(self.in_steps(w_NGS)))
 
     def in_steps(self, w_NGS: Tensor) -> Tensor:
@@ -48,7 +46,6 @@ class Grid:
         return w_NGS if self.zero_NG is None else w_NGS + self.zero_NG[..., None]
 
     def from_steps(self, level_NGS: Tensor) -> Tensor:
-        """Return the values of levels, the inverse of `in_steps`."""
         if self.zero_NG is not None:
             level_NGS = level_NGS - self.zero_NG[..., None]
         return level_NGS * self.step_NG[..., None]

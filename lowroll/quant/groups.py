@@ -35,7 +35,6 @@ def split(w_NK: Tensor, size: int) -> Tensor:
 
 
 def join(w_NGS: Tensor, num_in: int) -> Tensor:
-    """Undo `split`: [N, K]."""
     return w_NGS.flatten(1)[:, :num_in]
 
 
@@ -50,7 +49,6 @@ def pack(codes_NK: Tensor, first_high: bool = False) -> Tensor:
 def unpack(
     packed_NB: Tensor, levels: tuple[float, ...], num_in: int, first_high: bool = False
 ) -> Tensor:
-    """Return the levels of packed codes: float32 [N, K]."""
     pairs = _byte_levels(levels, first_high, packed_NB.device)
     return F.embedding(packed_NB.int(), pairs).flatten(1)[:, :num_in]
 
@@ -67,7 +65,6 @@ def encode_e2m1(x: Tensor) -> Tensor:
 
 
 def nearest_e2m1(x: Tensor) -> Tensor:
-    """Round to e2m1, as float32."""
     magnitude = x.abs()
     step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))  # between levels
     return (torch.round(x / step) * step).clamp_(-6, 6)
@@ -75,7 +72,6 @@ def nearest_e2m1(x: Tensor) -> Tensor:
 
 @cache
 def _byte_levels(levels: tuple[float, ...], first_high: bool, device: torch.device) -> Tensor:
-    """Return the two levels of every byte: float32 [256, 2]."""
     byte, table = torch.arange(256), torch.tensor(levels)
     low, high = table[byte & 15], table[byte >> 4]
     return torch.stack((high, low) if first_high else (low, high), dim=-1).to(device)

@@ -50,13 +50,10 @@ def pack_words(q_NK: Tensor) -> Tensor:
 
 
 def unpack_words(words: Tensor, num_in: int) -> Tensor:
-    """Unpack `pack_words`: float32 [N, K]."""
     return unpack(_row_major(words).view(torch.uint8), LEVELS, num_in)
 
 
 class Words(Packed4):
-    """The base of the int4 formats. Files hold the matrix's shape in `weight_shape`."""
-
     group = GROUP
     fallback = EIGHT_BITS
     whole_groups = True
@@ -82,8 +79,6 @@ class Words(Packed4):
 
 
 class Symmetric(Words):
-    """The weights of int4 and w4a8."""
-
     bits = 4.25
     kernel = "int4"
 
@@ -178,7 +173,6 @@ def pack_zeros(zero_NG: Tensor) -> Tensor:
 
 
 def unpack_zeros(words: Tensor, num_out: int) -> Tensor:
-    """Unpack `pack_zeros`: float32 [N, G]."""
     return unpack_words(words.t(), num_out).t()
 
 

@@ -70,11 +70,9 @@ class StoredLayout:
     rotated: dict[str, int] = field(default_factory=dict)
 
     def of(self, module: str) -> StoredLayout | None:
-        """Return the layout of a module; None: it is dense."""
         return self
 
     def headers(self, shape: tuple[int, int]) -> dict[str, Header]:
-        """Return the headers of a matrix's tensors in a file, by suffix."""
         form = get_format(self.format)
         tensors = meta_tensors(form, *shape)
         stored_headers: dict[str, Header] = {}
@@ -101,13 +99,12 @@ class StoredLayout:
         return QTensor(self.format, shape, tensors | form.read_beside(shape, stored))
 
     def encode(self, q: QTensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return a matrix's tensors in a file, by suffix. dtype: the model's."""
         suffixes = self._suffixes(q.tensors)
         stored = {suffix: q.tensors[name].contiguous() for name, suffix in suffixes.items()}
         return stored | get_format(self.format).write_beside(q, dtype)
 
     def _suffixes(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the suffix in this folder's files of each stored tensor that they hold."""
+        """Return this folder's suffix of each stored tensor."""
         suffixes: dict[str, str] = {}
         for name in names:
             suffix = get_format(self.format).suffixes.get(name, name)
@@ -130,7 +127,6 @@ class MixedLayout:
 
     @property
     def rotating(self) -> list[str]:
-        """The modules whose format rotates what it rounds, and those declared as rotated."""
         rotating = [name for name in self.rotated if name not in self.named]
         for name, layout in self.named.items():
             scheme = get_format(layout.format).scheme
@@ -176,7 +172,6 @@ def read_layout(config: dict[str, Any]) -> StoredLayout | PackedWeights | MixedL
 
 
 def describe_experts_in_mxfp4() -> dict[str, Any]:
-    """Return the `quantization_config` of `ExpertsInMXFloat4`, as transformers reads it."""
     dense = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens")
     return {
         "quant_method": EXPERTS_IN_MXFP4,
@@ -193,8 +188,7 @@ def describe(
     """Return the `quantization_config` of a folder with linear layers in `format`. dtype: the
     model's.
 
-    dense: name endings of modules that stay dense (`model.names.dense_modules`). columns: in
-    features of each kind of matrix, by its name in files.
+    dense: name endings of modules that stay dense. columns: in features by kind of matrix.
     """
     form = get_format(format)
     description = form.describe(dtype, dense)
@@ -209,9 +203,8 @@ def describe(
 
 
 def describe_mixed(modules: dict[str, list[str]], columns: Mapping[str, int]) -> dict[str, Any]:
-    """Return the `quantization_config` of a folder with several formats. modules: file names of
-    each format's modules. columns: as in `describe`. ValueError for a format that cannot be
-    mixed."""
+    """Return the `quantization_config` of a folder with several formats. modules: file names by
+    format. columns: as in `describe`. ValueError for a format that cannot be mixed."""
     dense: list[str] = []
     groups: list[dict[str, Any]] = []
     rotated: dict[str, int] = {}
@@ -229,8 +222,6 @@ def describe_mixed(modules: dict[str, list[str]], columns: Mapping[str, int]) ->
 def _describe_groups(
     groups: list[dict[str, Any]], ignored: list[str], rotated: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return the config of these groups. rotated: features of the rotated matrices, by kind or
-    module."""
     compressions = {group["format"] for group in groups}
     rotation = {transforms.KEY: transforms.describe(rotated)} if rotated else {}
     return {
@@ -267,8 +258,7 @@ def _describe_group(format: str, targets: list[str]) -> dict[str, Any]:
 
 def unread_by_transformers(format: str, columns: set[int], experts: bool) -> str | None:
     """Return why transformers (5.23, with compressed-tensors 0.20 and bitsandbytes 0.50) cannot
-    load such a folder, or None. columns: those of the quantized matrices; experts: whether the
-    model has any."""
+    load such a folder, or None. columns: of the quantized matrices."""
     form = get_format(format)
     if isinstance(form, Mixed):
         return _mixture_unread_by_transformers(form, columns, experts)
@@ -300,7 +290,6 @@ def _mixture_unread_by_transformers(mixture: Mixed, columns: set[int], experts: 
 
 
 def _schemes_by_format() -> dict[str, Scheme]:
-    """Return the schemes of formats, one for each way to store."""
     schemes: dict[str, Scheme] = {}
     for name in FORMATS:
         scheme = get_format(name).scheme
@@ -311,8 +300,8 @@ def _schemes_by_format() -> dict[str, Scheme]:
 
 def _read_compressed_tensors(config: dict[str, Any]) -> StoredLayout | MixedLayout:
     """Return the layout of compressed-tensors' `quantization_config`. If all groups have the same
-    one, it is returned alone: then the files say which modules are quantized, not targets and
-    ignore, unless these leave linear layers dense."""
+    one, it is returned alone: then the files say which modules are quantized, unless `ignore`
+    leaves linear layers dense."""
     if config.get("kv_cache_scheme"):
         raise ValueError(f"kv_cache_scheme: is not supported{_ADVICE}")
     sparsity = config.get("sparsity_config")
@@ -339,7 +328,6 @@ def _read_compressed_tensors(config: dict[str, Any]) -> StoredLayout | MixedLayo
 
 
 def _read_rotations(config: dict[str, Any]) -> dict[str, int]:
-    """Return the width of the rotation blocks by kind of matrix or module."""
     transform_config = config.get(transforms.KEY)
     if not transform_config:
         return {}
@@ -371,8 +359,8 @@ def _layouts_by_target(
 
 
 def _rotated_in(group: Any, rotated: dict[str, int]) -> dict[str, int]:
-    """Return the rotations of a group: those of its modules if they are declared by module name,
-    which has dots, else those of all kinds of matrices."""
+    """Return the rotations of a group: of its modules if they are declared by module name, which
+    has dots, else of all kinds of matrices."""
     if not any("." in name for name in rotated):
         return rotated
     targets = group.get("targets") if isinstance(group, dict) else None
@@ -381,7 +369,6 @@ def _rotated_in(group: Any, rotated: dict[str, int]) -> dict[str, int]:
 
 
 def _check_names(where: str, value: object) -> list[str]:
-    """Return the value if it is a list of names, else raise ValueError."""
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise ValueError(f"{where}: expected a list of names, got {value!r}{_ADVICE}")
     return value
@@ -390,7 +377,6 @@ def _check_names(where: str, value: object) -> list[str]:
 def _read_group(
     where: str, group: Any, compression: object, rotated: dict[str, int]
 ) -> StoredLayout:
-    """Return the layout of a config group. ValueError names the unsupported key."""
     if not isinstance(group, dict):
         raise ValueError(f"{where}: expected an object, got {group!r}")
     if group.get("output_activations"):
@@ -417,7 +403,6 @@ def _read_group(
 
 
 def _layout_of_compression(where: str, name: str, scheme: Scheme, found: object) -> StoredLayout:
-    """Return the layout of a format under a compression. ValueError when it is not stored so."""
     if scheme.unpacked is not None and found == scheme.unpacked:
         return StoredLayout(name, {"weight_packed": "weight"}, unpacked=True)
     is_8bit_plain = found == "naive-quantized" and scheme.weights["num_bits"] == 8
@@ -429,7 +414,6 @@ def _layout_of_compression(where: str, name: str, scheme: Scheme, found: object)
 
 
 def _normalize_arguments(where: str, args: Any) -> dict[str, Any] | None:
-    """Return the arguments that change the computation, with their defaults."""
     if args is None:
         return None
     if not isinstance(args, dict):
@@ -457,7 +441,6 @@ def _normalize_arguments(where: str, args: Any) -> dict[str, Any] | None:
 
 
 def _default_strategy(group_size: int | None) -> str:
-    """Return the strategy of arguments that name none."""
     if group_size == -1:
         return "channel"
     return "group" if group_size else "tensor"
@@ -474,7 +457,6 @@ def _without_none(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_values(suffix: str, name: str, tensor: Tensor, form: Format) -> None:
-    """Raise ValueError for a non-finite value, a negative scale or a global scale of 0."""
     if not form.finite(name, tensor):
         raise ValueError(f"{suffix}: holds a non-finite value")
     if name == "weight_global_scale" and not bool((tensor > 0).all()):

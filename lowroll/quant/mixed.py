@@ -45,7 +45,6 @@ class Mixed(Format):
         return hash(self.name)
 
     def of(self, layer: str) -> Format:
-        """Return the format of a linear layer. ValueError if the assignment lacks it."""
         if layer not in self.assignment:
             raise ValueError(f"{self.name}: it assigns no format to {layer}")
         return get_format(self.assignment[layer])
@@ -59,7 +58,6 @@ class Mixed(Format):
         return any(get_format(name).rounds_activations for name in self.assignment.values())
 
     def stated(self) -> dict[str, dict[str, int]]:
-        """Return what `read` reads."""
         return stated(self.assignment, self.sizes)
 
     def slower_than_float32(self, device: torch.device) -> str:
@@ -136,13 +134,11 @@ def read(found: object, dtype: torch.dtype | None = None) -> str:
 
 
 def mean_bits(assignment: Mapping[str, str], sizes: Mapping[str, int]) -> float:
-    """Return the mean bits a weight, with the scales of its group."""
     total = sum(sizes[layer] for layer in assignment)
     return sum(sizes[layer] * get_format(name).bits for layer, name in assignment.items()) / total
 
 
 def in_dtype(assignment: Mapping[str, str], dtype: torch.dtype) -> dict[str, str]:
-    """Replace `dense` by the dense format of a dtype. ValueError when there is none."""
     dense_format = dense.of(dtype)
     if dense_format is None and OWN in assignment.values():
         raise ValueError(f"dtype: no dense format has {dtype}")

@@ -111,11 +111,9 @@ class NormalFloat4(Gridded, WeightOnly):
         return Fraction(num_in, BLOCK if name == "absmax" else BLOCK * NESTED_BLOCK)
 
     def levels(self) -> dict[str, tuple[float, ...]]:
-        """Return the levels that a file holds, by suffix."""
         return {"weight.quant_map": LEVELS}
 
     def state(self, shape: tuple[int, int], **more: str) -> dict[str, Any]:
-        """Return the required JSON fields of a matrix, and more."""
         return {"quant_type": TYPE, "blocksize": BLOCK, **more, "shape": list(shape)}
 
     def describe(self, dtype: torch.dtype, dense: Sequence[str] = ()) -> dict[str, Any]:
@@ -142,7 +140,6 @@ class NormalFloat4(Gridded, WeightOnly):
         return maps | {STATE: _json_to_bytes(state | self.write_offset(q))}
 
     def write_offset(self, q: QTensor) -> dict[str, Any]:
-        """Return the JSON fields of a matrix's offset; {} without one."""
         return {}
 
     def read_beside(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -156,8 +153,6 @@ class NormalFloat4(Gridded, WeightOnly):
         return self.read_offset(torch.tensor([offset], device=stored[STATE].device))
 
     def _read_state(self, shape: tuple[int, int], encoded: Tensor) -> float:
-        """Return the offset of a file's JSON; 0 without one. ValueError for JSON of another
-        matrix or layout."""
         expected = self.state(shape)
         try:
             state = _bytes_to_json(encoded)
@@ -173,7 +168,6 @@ class NormalFloat4(Gridded, WeightOnly):
         return offset
 
     def read_offset(self, offset_1: Tensor) -> dict[str, Tensor]:
-        """Return the stored tensors that the JSON holds."""
         return {}
 
 
@@ -253,7 +247,6 @@ def _json_to_bytes(state: dict[str, Any]) -> Tensor:
 
 
 def _bytes_to_json(state: Tensor) -> Any:
-    """Decode a quantization state. ValueError when it is too long or not JSON."""
     if state.numel() > MOST_STATE:
         raise ValueError(f"{state.numel()} bytes")
     return json.loads(bytes(state.tolist()).decode())
@@ -269,12 +262,10 @@ def encode_normal(x: Tensor) -> Tensor:
 
 
 def nearest_normal(x: Tensor) -> Tensor:
-    """Round to the levels of `encode_normal`, as float32."""
     return _table(LEVELS, x.device)[encode_normal(x).int()]
 
 
 def midpoints(levels: tuple[float, ...]) -> Tensor:
-    """Return the midpoints of neighbouring levels, in float32."""
     table = torch.tensor(levels)
     return (table[:-1] + table[1:]) / 2
 
@@ -302,7 +293,6 @@ def _scale_blocks(x_L: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _split_blocks(x_L: Tensor, size: int) -> Tensor:
-    """Split a flat tensor into zero-padded blocks: [B, S]."""
     return F.pad(x_L, (0, -len(x_L) % size)).view(-1, size)
 
 

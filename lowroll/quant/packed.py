@@ -57,7 +57,6 @@ class PackedWeights:
 
     @property
     def words(self) -> str:
-        """Return a description of the layout for messages."""
         group = "one group a row" if self.size == -1 else f"groups of {self.size}"
         order = "" if self.ordered else ", columns in another order"
         return f"{self.method} ({self.bits} bits, {group}{order})"
@@ -111,7 +110,6 @@ class PackedWeights:
         return code_NK, ((zero_GN + self.offset) & ((1 << self.bits) - 1)).t()
 
     def _groups(self, columns: int, groups: int, stored: dict[str, Tensor]) -> Tensor:
-        """Return the group of each column. ValueError for an unexpected `g_idx`."""
         group_size = columns if self.size == -1 else self.size
         in_order_K = torch.arange(columns, device=stored["scales"].device) // group_size
         group_K = stored["g_idx"].long() if "g_idx" in stored else in_order_K
@@ -123,8 +121,6 @@ class PackedWeights:
 
 
 def read_packed(config: dict[str, Any]) -> PackedWeights:
-    """Return the storage of an awq or gptq `quantization_config`. ValueError names the unsupported
-    key."""
     method, bits, group_size = config["quant_method"], config.get("bits"), config.get("group_size")
     if not isinstance(bits, int) or bits not in ((4,) if method == "awq" else BITS):
         raise ValueError(f"bits: {bits!r} in {method} is not supported{ADVICE}")
@@ -170,6 +166,5 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def _reorder(codes: Tensor) -> Tensor:
-    """Return the codes of awq's words in column order."""
     permutation = torch.tensor(AWQ_ORDER, device=codes.device).argsort()
     return codes.unflatten(-1, (-1, len(AWQ_ORDER)))[..., permutation].flatten(-2)

@@ -42,15 +42,12 @@ FORMATS: dict[str, FormatRow] = {
 
 
 def is_dense(name: str) -> bool:
-    """Return whether a format is plain floating point, as is `dense`."""
     return name == OWN or (name in FORMATS and FORMATS[name].dense)
 
 
 def large_batch() -> list[str]:
-    """Return the formats that may accompany another one, for many rows."""
     return [name for name, row in FORMATS.items() if row.large_batch]
 
 
 def low_bit() -> list[str]:
-    """Return the formats that are not plain floating point."""
     return [name for name, row in FORMATS.items() if not row.dense]

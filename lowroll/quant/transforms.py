@@ -49,7 +49,6 @@ def read(config: Any) -> dict[str, int]:
 
 
 def check(found: Mapping[str, int], columns: Mapping[str, int]) -> None:
-    """Raise ValueError where a folder's rotations do not fit matrices with these features."""
     for kind, size in columns.items():
         if found.get(kind, 1) != width(size):
             raise ValueError(
@@ -68,7 +67,6 @@ def _describe_group(size: int, parts: list[str]) -> dict[str, Any]:
 
 
 def _read_group(where: str, group: Any) -> tuple[set[str], int]:
-    """Return a group's matrices or modules and its width. ValueError for another transform."""
     known_keys = {"type", "apply", "head_dim", *_GROUP_DEFAULTS}
     if not isinstance(group, dict) or not group.keys() <= known_keys:
         raise ValueError(f"{where}: expected the keys {', '.join(sorted(known_keys))}")
@@ -100,7 +98,6 @@ def _read_sides(where: str, entries: Any) -> dict[str, set[str]]:
 
 
 def _parse_target(where: str, target: Any) -> str:
-    """Return the kind of matrix or the module that a target names."""
     text = str(target)
     if "." in text and all(name.isalnum() or name.isidentifier() for name in text.split(".")):
         return text

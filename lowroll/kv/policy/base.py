@@ -122,12 +122,10 @@ def dead_slot(max_batch: int) -> int:
 
 
 def num_slots(max_batch: int) -> int:
-    """Count samples 0..max_batch - 1 and the two slots above."""
     return max_batch + 2
 
 
 def copy_slots(state_LS: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy a state [L, S, ...] of slots (source, target). All are read before one is written."""
     sources, targets = (list(slots) for slots in zip(*pairs, strict=True))
     state_LS[:, targets] = state_LS[:, sources]
 
@@ -189,5 +187,4 @@ def footprint(policy: CachePolicy, prompt: int, response: int, page_size: int) -
 
 
 def num_pages(keys: int, page_size: int) -> int:
-    """Return the pages that so many keys take."""
     return -(-keys // page_size)

@@ -42,12 +42,10 @@ class H2O(Bounded):
         return HeavyHitters(self, spec, cache, max_batch)
 
     def state_bytes(self, spec: ModelSpec, max_batch: int, bytes_per_number: int) -> int:
-        """Return the bytes of the float32 scores; a long prompt's come on top until it is
-        compacted."""
+        """Return the bytes of the float32 scores, without a long prompt's."""
         return num_slots(max_batch) * spec.num_layers * spec.num_kv_heads * self.most(spec) * 4
 
     def most(self, spec: ModelSpec) -> int:
-        """Return the keys of a sample that have a score."""
         return min(self.budget + self.buffer, spec.max_position)
 
 
@@ -75,7 +73,6 @@ class HeavyHitters(Selector):
         self._forget_long([target for _, target in pairs])
 
     def _forget_long(self, slots: Sequence[int]) -> None:
-        """Drop the scores of aborted prompts."""
         self.long = {key: score for key, score in self.long.items() if key[1] not in slots}
 
     def prefilled(self, layer: int, q_THd: Tensor, chunks: Sequence[PromptChunk]) -> None:
@@ -92,8 +89,8 @@ class HeavyHitters(Selector):
                 score_GN += attended(q_cHd[None], k_1GNd, last_c[None])[0]
 
     def _prompt_score(self, layer: int, chunk: PromptChunk) -> Tensor:
-        """Return the tensor, to add to in place, of the scores [G, stop] of a prompt's keys: a view
-        of score_LSGN, or for more keys a longer copy in `long`."""
+        """Return the scores [G, stop] of a prompt's keys, to add to in place: a view of score_LSGN,
+        or for more keys a longer copy in `long`."""
         if chunk.stop <= self.most:
             return self.score_LSGN[layer, chunk.slot, :, : chunk.stop]
         earlier_GN = self.long.get((layer, chunk.slot), self.score_LSGN[layer, chunk.slot])
@@ -124,7 +121,6 @@ class HeavyHitters(Selector):
         return kept_LBGK
 
     def _scores(self, rows: DecodeRows) -> Tensor:
-        """Return scores [L, B, G, N] of the rows' keys, and remove those of long prompts."""
         score_LBGN = self.score_LSGN[:, rows.slots_B]
         if not self.long:
             return score_LBGN

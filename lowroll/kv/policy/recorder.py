@@ -29,12 +29,10 @@ MOST_TRACED = 1 << 24  # keys, over layers and heads, traced at once
 
 
 def most_held(policy: CachePolicy, spec: ModelSpec) -> int:
-    """Return the keys that a compaction can leave of a sample."""
     return min(policy.budget or 0, spec.max_position)
 
 
 def recorder_bytes(policy: CachePolicy, spec: ModelSpec, max_batch: int) -> int:
-    """Return the device memory of an engine's recorder, without the policy's state."""
     keys = num_slots(max_batch) * most_held(policy, spec)
     return spec.num_layers * spec.num_kv_heads * keys * torch.int32.itemsize
 
@@ -88,7 +86,6 @@ class CompactionRecorder:
         self._untold.append(partial(self._copy, tuple(pairs)))
 
     def compacted(self, rows: Sequence[Compaction], kept_LBGK: Tensor) -> None:
-        """Record the kept keys of each row, equally many."""
         max_length = max(row.cached for row in rows)
         rows_at_once = max(1, MOST_TRACED // (self.layers * self.heads * max_length))
         for start in range(0, len(rows), rows_at_once):
@@ -96,7 +93,6 @@ class CompactionRecorder:
             self._trace(portion, kept_LBGK[:, start : start + rows_at_once])
 
     def settle(self) -> None:
-        """Process pending events. Waits for the device."""
         events, self._untold = self._untold, []
         for apply_event in events:
             apply_event()
@@ -140,7 +136,6 @@ class CompactionRecorder:
             self._histories.pop(slot, None)
 
     def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy histories (source, target); all are read before one is written."""
         histories = dict(self._histories)
         for source, target in pairs:
             self._histories.pop(target, None)
@@ -148,8 +143,6 @@ class CompactionRecorder:
                 self._histories[target] = histories[source]
 
     def _compact(self, rows: Sequence[Compaction], gone_LBGE: Tensor) -> None:
-        """Add one compaction to each sample's history. gone_LBGE: the positions of its dropped
-        keys."""
         gone_LBGE = gone_LBGE.cpu().long()
         for b, row in enumerate(rows):
             history = self._histories.get(row.slot)

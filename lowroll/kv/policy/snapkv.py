@@ -124,7 +124,6 @@ class AttentionSelector(Selector):
 
 
 def _portions(rows: DecodeRows, each: int) -> Iterator[DecodeRows]:
-    """Split rows so that MOST_SCORED numbers exist at once; each: numbers of a page."""
     rows_at_once = max(1, MOST_SCORED // (rows.table_BP.shape[1] * each))
     for start in range(0, len(rows.slots_B), rows_at_once):
         portion = slice(start, start + rows_at_once)

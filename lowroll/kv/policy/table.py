@@ -31,7 +31,6 @@ class Option(Generic[T]):
     stays: bool = False
 
     def problem(self, value: object) -> str:
-        """Return the reason why a value is invalid, or ""."""
         if isinstance(self.default, bool):
             return "" if isinstance(value, bool) else f"expects true or false, got {value!r}"
         if isinstance(self.default, float):
@@ -98,18 +97,15 @@ def make(name: str, **options: Any) -> CachePolicy:
 
 
 def check(name: str, options: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first wrong option."""
     for option, problem in problems(name, options):
         raise ValueError(f"kv.{option}: {problem}")
 
 
 def filled(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all options of a policy, defaults included."""
     return {key: option.default for key, option in POLICIES[name].options.items()} | dict(options)
 
 
 def problems(name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each wrong option of a policy, or `policy` for its name, and the reason."""
     if name not in POLICIES:
         yield "policy", f"unknown policy {name!r}; known: {', '.join(POLICIES)}"
         return
@@ -133,7 +129,6 @@ def _unknown_option_reason(name: str) -> str:
 
 
 def _budget_problems(name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield a problem unless the budget exceeds the keys that always stay."""
     reserved = {key: options[key] for key, option in POLICIES[name].options.items() if option.stays}
     least = sum(reserved.values()) + 1
     if options["budget"] < least:

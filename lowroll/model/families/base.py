@@ -83,24 +83,22 @@ class DeltaSpec:
 
     @property
     def values(self) -> int:
-        """The numbers of a token's values."""
         return self.value_heads * self.value_dim
 
     @property
     def channels(self) -> int:
-        """The numbers of a token's q, k and v, which the convolution reads."""
         return 2 * self.key_heads * self.key_dim + self.values
 
     @property
     def input_parts(self) -> dict[str, int]:
-        """The rows of the matrices that make q, k, v and z, by their names in checkpoints."""
+        """Return the rows of the matrices that make q, k, v and z, by their names in checkpoints."""
         if self.grouped:
             return {"in_proj_qkvz": self.channels + self.values}
         return {"in_proj_qkv": self.channels, "in_proj_z": self.values}
 
     @property
     def rate_parts(self) -> dict[str, int]:
-        """The same of those that make b and a."""
+        """Return the rows of the matrices that make b and a."""
         if self.grouped:
             return {"in_proj_ba": 2 * self.value_heads}
         return {"in_proj_b": self.value_heads, "in_proj_a": self.value_heads}
@@ -125,7 +123,6 @@ class LatentSpec:
 
     @property
     def head_dim(self) -> int:
-        """The numbers of a head of q and k."""
         return self.nope_dim + self.rope_dim
 
     def matrices(self, heads: int, hidden_size: int) -> dict[str, tuple[dict[str, int], int]]:
@@ -143,7 +140,6 @@ class LatentSpec:
         }
 
     def in_features(self, heads: int, hidden_size: int) -> dict[str, int]:
-        """Return the in features of each matrix by its name in checkpoints."""
         matrices = self.matrices(heads, hidden_size).values()
         return {part: features for parts, features in matrices for part in parts}
 
@@ -197,11 +193,9 @@ class MixtureSpec:
 
     @property
     def gates_shared(self) -> bool:
-        """True if there is a shared expert with a gate."""
         return self.shared_size > 0 and self.shared_gate
 
     def num_parameters(self, hidden_size: int) -> int:
-        """Return the parameters of one layer's experts and router."""
         shared = 3 * self.shared_size + self.gates_shared
         features = self.num_experts * (3 * self.expert_size + 1) + shared
         biases = 1 + 2 * self.expert_size + hidden_size
@@ -245,9 +239,8 @@ def head_dim(values: Values) -> int:
 def rope_of(
     values: Values, rope: Values | None = None, partial: bool = False, interleaved: bool = False
 ) -> Rope:
-    """Return the rotary positions that the configuration's `rope_parameters`, or those given, ask
-    for. partial: whether the family knows heads that are rotated in part. interleaved: as in
-    `Rope`. ValueError for a rope_type that is not supported."""
+    """Return the rotary positions of `rope_parameters`, or those given. partial: heads may be
+    rotated in part. interleaved: as in `Rope`. ValueError for a rope_type that is not supported."""
     rope = values["rope_parameters"] if rope is None else rope
     if not isinstance(rope, Mapping) or "rope_type" not in rope:
         raise ValueError(
@@ -319,7 +312,6 @@ def _yarn(values: Values, rope: Values) -> RopeScaling:
 
 
 def ropes_by_type(values: Values) -> tuple[Rope, Rope]:
-    """Return the positions of full and of sliding layers, in this order."""
     ropes = values["rope_parameters"]
     if not isinstance(ropes, Mapping) or not {FULL, SLIDING} <= set(ropes):
         raise ValueError(f"rope_parameters: expected those of {FULL} and {SLIDING}, got {ropes!r}")
@@ -352,19 +344,16 @@ def sliding_ropes(values: Values) -> dict[str, Any]:
 
 
 def same_window(values: Values) -> tuple[LayerSpec, ...]:
-    """Return the layers of a model whose window, if it has one, is in all of them."""
     has_window = values.get("sliding_window") is not None
     return windowed(values, [has_window] * integer(values, "num_hidden_layers"))
 
 
 def sliding_layers(values: Values) -> list[bool]:
-    """Return which layers have the type `sliding_attention`."""
     layers = integer(values, "num_hidden_layers")
     kinds = layer_list(values, "layer_types", {FULL, SLIDING}, layers)
     return [kind == SLIDING for kind in kinds]
 
 
 def biases(values: Values) -> dict[str, Any]:
-    """Return the biases of a family whose attention has all four or none."""
     has_biases = flag(values, "attention_bias")
     return {"qkv_bias": has_biases, "o_bias": has_biases}

@@ -61,13 +61,11 @@ def glm4_moe_lite(values: Values) -> dict[str, Any]:
 
 
 def _only(values: Values, key: str, supported: str) -> None:
-    """Raise ValueError unless a key has the one value that is supported, or none."""
     if values.get(key) not in (None, supported):
         raise ValueError(f"{key}: {values[key]!r} is not supported; supported: {supported}")
 
 
 def _latent(values: Values, interleaved: bool) -> dict[str, Any]:
-    """Return latent attention with its positions and the scale of its scores."""
     heads = integer(values, "num_attention_heads")
     if integer(values, "num_key_value_heads", heads) != heads:
         raise ValueError("num_key_value_heads: latent attention has keys of every query head")

@@ -55,7 +55,6 @@ def glm4_moe(values: Values) -> dict[str, Any]:
 
 
 def corrected_mixture(values: Values) -> MixtureSpec:
-    """Return a mixture whose routers are corrected sigmoids."""
     mixture = shared_mixture(values)
     scores = _scores(values, mixture.num_experts, mixture.experts_per_token)
     return replace(mixture, scores=scores)

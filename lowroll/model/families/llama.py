@@ -54,7 +54,6 @@ def seed_oss(values: Values) -> dict[str, Any]:
 
 
 def experts(values: Values) -> MixtureSpec:
-    """Return the mixture of a family whose layers all have experts of one size."""
     if values.get("mlp_only_layers") or values.get("decoder_sparse_step", 1) != 1:
         raise ValueError(
             "mlp_only_layers, decoder_sparse_step: experts in every layer are supported, not in "
