@@ -1,9 +1,8 @@
 """The interface of a rollout engine, in this process (`engine.native`) or on a server
 (`engine.remote`).
 
-Runs, evaluation and diagnosis know `Engine` and nothing behind it. The orchestrator, which may not
-import this package, uses the smaller `orchestrator.interfaces.EngineClient`, and every `Engine` is
-one.
+Runs, evaluation and diagnosis know `Engine` and nothing behind it; it is also the orchestrator's
+smaller `orchestrator.interfaces.EngineClient`.
 """
 
 from __future__ import annotations

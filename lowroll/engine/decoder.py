@@ -11,18 +11,16 @@ bound (`kv.policy.base`). A step replaces it by the next one:
 The host uploads what changed, starts `steps` steps, and reads all tokens and log-probs at once. On
 CUDA a step is one graph, captured once for each size of batch in BUCKETS. The rows that a batch
 lacks are dead and write nothing, as is a row that reaches its end or fills its cache. A row that
-stops for another reason (a stop id) runs to the last step, and the scheduler drops what it draws
-behind its stop.
+meets a stop id runs to the last step, and the scheduler drops what it draws behind it.
 
 Batches of LARGE_BATCH_FROM rows and more run on `large_batch_model` where there is one: 4-bit
 weights are the fewest bytes to read for few rows, 8-bit ones the cheaper product for many
 (docs/benchmarks.md).
 
-Every tensor that a graph reads is allocated once: new weights are written in place, so graphs stay
-valid. Filters, penalties and bans are part of the step (`engine.sampling_state`): graphs are
-captured with and without them, and a row's bits are the same in each. If a row requests the
-likeliest tokens or a bias of logits, the graph ends at the logits, and the step of all rows goes on
-outside it.
+Every tensor that a graph reads is allocated once, and new weights are written in place. Filters,
+penalties and bans are part of the step (`engine.sampling_state`): graphs are captured with and
+without them, and a row's bits are the same in each. If a row requests the likeliest tokens or a bias
+of logits, the graph ends at the logits, and the step of all rows goes on outside it.
 
 Legend: B rows, P pages of a row, S steps, V vocabulary.
 """

@@ -1,10 +1,9 @@
 """Short passes over prompts as CUDA graphs.
 
 A GPU runs a pass over a few hundred tokens faster than the host starts its kernels. So a pass over
-at most MOST_PROMPTS prompts (none with pages before it), with no more tokens than the last of
-SIZES, is padded to the next size and reads all that changes from buffers on the device. The first
-pass of a size starts its kernels one by one, which compiles them; the second is captured, later
-ones replay it.
+at most MOST_PROMPTS prompts (none with pages before it) and SIZES[-1] tokens is padded to the next
+size and reads all that changes from buffers on the device. The first pass of a size starts its
+kernels one by one, which compiles them; the second is captured, later ones replay it.
 
 The padding is a sequence of its own behind the prompts, whose keys are written to no page. A
 prompt's bits depend on the size that it runs in, and on no other prompt in it.

@@ -2,13 +2,11 @@
 
 Noise depends on the seed, the request, the sample and the position alone, so slightly changed
 weights draw the same tokens for a while. A replayed request runs its prompt again, then its draft
-in pieces, as a prompt would. Behind each token the new weights draw with the noise of that
-position. The draft stands up to the first token that differs, which replaces it; the rest is
-dropped.
+in pieces, as a prompt would, and the new weights draw behind each token with the noise of that
+position. The draft stands up to the first token that differs, which replaces it.
 
-Every token that stands was thus drawn from the new weights, behind tokens that were. A piece is
-computed by the products of a prompt, whose last bits are not those of a decoded token: a draw
-within rounding of another token's can fall on the other side, as it can in another batch.
+A piece is computed by the products of a prompt, whose last bits are not those of a decoded token: a
+draw within rounding of another token's can fall on the other side, as it can in another batch.
 """
 
 from __future__ import annotations

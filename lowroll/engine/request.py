@@ -1,9 +1,9 @@
 """Checks of a request, and its noise key.
 
 `noise_key` is the reproducibility contract: key = blake2b-64(seed, id, sample), where an empty id
-stands for the prompt itself. The sampler draws the token at position t of that sample from
-Philox(key, t). So the noise is the same alone, in any batch, after a restart, and when a partial
-rollout (with its id set) is continued from prompt + tokens.
+stands for the prompt itself. The token at position t of that sample is drawn from Philox(key, t).
+So the noise is the same in any batch, after a restart, and when a partial rollout (with its id set)
+is continued from prompt + tokens.
 """
 
 from __future__ import annotations

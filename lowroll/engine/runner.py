@@ -1,8 +1,6 @@
-"""The execution of a step's plan on the model: compactions and copies, the rows that decode, and
-the prompts in one packed pass.
+"""The execution of a step's plan on the model.
 
-A step uploads from pinned memory: a copy from any other waits for all work of the device, and
-blocks this thread.
+A step uploads from pinned memory: a copy from any other waits for all work of the device.
 
 Legend: T tokens of the step, D hidden size, V vocabulary, P prompts that are through, B rows that
 draw a token, C rows of a piece, G key-value heads, K keys that stay or likeliest tokens.
@@ -162,7 +160,6 @@ class Runner:
             for state in self.states:
                 state.copy(plan.forks)
         self.cache.copy_pages(plan.copies)
-        # the decode rows run in the first pass over prompts, or by themselves
         is_one_pass = self.one_pass and bool(plan.passes) and not plan.checks
         pending = None
         if plan.decodes and not is_one_pass:
@@ -247,7 +244,6 @@ class Runner:
         Return a token of each row `beside` and of each sample whose prompt is through, and the
         hidden states [T, D] of the checks; None where there are none."""
         hidden_TD = self._forward(prefills, checks, beside)
-        # the samples that draw from each row: all of a group, behind its prompt's last token
         samples_by_row: list[tuple[Sequence, ...]] = [(sequence,) for sequence in beside]
         samples_by_row += [chunk.samples for chunk in prefills if chunk.samples]
         num_drawing = len(samples_by_row)

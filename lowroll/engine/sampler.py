@@ -24,8 +24,7 @@ Top-k and top-p go by the order of the logits after 2, min-p by their distance t
 and records the log-prob at temperature 1: the draw itself has log-prob 0, which says nothing.
 
 Only `TopLogprobs.told` waits for the device. A row without a distribution (NaN or +inf logits, or
-nothing but -inf) gets token 0 and log-prob NaN; `require_finite` turns that into an error on the
-host.
+nothing but -inf) gets token 0 and log-prob NaN, which `require_finite` refuses on the host.
 
 Shapes: B rows, V vocabulary, N pairs of row and id, A rows with top log-probs, K likeliest tokens,
 C rows of a piece.

@@ -3,8 +3,7 @@ repetition penalty, and no end before `min_tokens`.
 
 The last two depend on earlier tokens, which are marked by the sample's slot
 (`kernels.sampling.penalties`): the prompt when the sample first decodes, drawn tokens by the step
-itself, and tokens drawn elsewhere (the first, a draft's, one in a pass over prompts) before the
-next step.
+itself, and tokens drawn elsewhere before the next step.
 
 Legend: B rows, S slots, V vocabulary.
 """

@@ -4,29 +4,26 @@
     ... run what the plan says, in its order ...
     scheduler.commit(sequence, token, logprob)        # for every decode row, and for all n samples of a last chunk
 
-A request is a *group* of n samples. Its prompt runs once; the final hidden state of the last chunk
-gives the distribution of the first token of all n samples, admitted or not. Full prompt pages are
-shared by reference count. The partial last page (the tail) has one writer at a time, which appends
-behind the prompt; every other sample copies it when it forks. The tail can be copied, or given to a
-next writer, until the group's last sample has forked.
+A request is a *group* of n samples. Its prompt runs once; its last hidden state gives the
+distribution of the first token of all n samples, admitted or not. Full prompt pages are shared by
+reference count. The partial last page (the tail) has one writer at a time, which appends behind the
+prompt; every other sample copies it when it forks.
 
 A cache policy (`kv.policy.base`) may bound a sample's cache. A sample at the limit waits for the
-next plan, which begins with compactions: the keys that stay move to pages of the sample's own, and
-the others are freed. Pages of the prompt are never edited, since they are shared and the prefix
-cache may serve them. A prompt over the limit is compacted once, in the plan after its last chunk,
-and its samples fork from the result.
+next plan, which begins with compactions: the keys that stay move to pages of the sample's own.
+Pages of the prompt are never edited, since they are shared and the prefix cache may serve them. A
+prompt over the limit is compacted once, in the plan after its last chunk, and its samples fork from
+the result.
 
 Admission is first in, first out, sample by sample, by worst case, without preemption: a sample is
 admitted when a slot is free and all pages that it could need beyond the shared ones
-(`kv.policy.base.footprint`) are free and not reserved. Pages are allocated as it grows, and return
-to its reserve when a compaction frees them. Only the oldest group can have both admitted and
-waiting samples, and it holds nothing but its prompt, which they need anyway. So one more sample
+(`kv.policy.base.footprint`) are free and not reserved. Only the oldest group can have both admitted
+and waiting samples, and it holds nothing but its prompt, which they need anyway. So one more sample
 always fits when all others have ended: there is no deadlock. A group larger than the cache or than
 `max_batch` is admitted in waves.
 
 Rows that decode wait while a prompt runs, and one short prompt takes as long as several. With
-`gather`, prompts run together, once in so many steps of the rows, or when they fill a step; a
-prompt that has begun goes on.
+`gather`, prompts run together, once in so many steps of the rows, or when they fill a step.
 
 Used by one thread. `abort` may come after the plan has run and before its commits, which are then
 ignored. It may not come before the run: it frees the pages that the plan lists.
@@ -61,12 +58,11 @@ class Scheduler:
 
     max_batch: samples admitted at once. max_prefill_tokens: prompt tokens of a pass; a single chunk
     may exceed it, so that every prompt can run. passes: most passes over prompts between two plans,
-    in which decode rows take one step. prefill_chunk: longest chunk of a prompt in a pass, None for
-    whole prompts. lookahead: most steps of decode rows between two plans, when no prompt waits.
-    gather: steps of decode rows before other prompts run, 0 for none. behavior: how tokens are
-    drawn now; its last policy span names the weights. decode: token ids to text, for stop strings.
-    evictions: the keys that the cache of a slot's sample has dropped (slot None: none yet); None
-    where they are not recorded. compile_grammar: for requests with a grammar.
+    in which decode rows take one step. prefill_chunk: longest chunk of a prompt, None for whole
+    prompts. lookahead: most steps of decode rows between two plans, when no prompt waits. gather:
+    steps of decode rows before other prompts run. behavior: its last policy span names the weights.
+    decode: token ids to text, for stop strings. evictions: the dropped keys of a slot's sample (slot
+    None: none yet); None where they are not recorded.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Attention over the paged cache: the engine's `attend`.
 
-`PagedDecode` handles rows of one token, on the device and without a gather. `PagedAttention`
-handles the prompts of a step: a prompt from position 0 attends over its own keys as the cache
-stores them; a later chunk gathers its sequence's tokens. `MixedAttention` does both in one pass.
+`PagedDecode` handles rows of one token, without a gather, `PagedAttention` the prompts of a step: a
+prompt from position 0 attends over its own keys as the cache stores them; a later chunk gathers its
+sequence's tokens.
 
 Legend: T tokens, B decode rows, H query heads, G key-value heads, d head size.
 """

@@ -14,9 +14,9 @@ can be the last of another prompt, and another g h keep freed pages for later pr
 prefix.
 
 Under a policy that bounds a sample's cache (`kv.policy.base.footprint`) a sample that can be
-compacted needs w pages of its own, those of its longest cache. Samples that need no compaction have
-at most o, and less than w + 2. A compacted prompt needs pages for the keys that are left in
-addition to its own, and no sample owns its tail.
+compacted needs w pages of its own. Samples that need no compaction have at most o, and less than
+w + 2. A compacted prompt needs pages for the keys that are left in addition to its own, and no
+sample owns its tail.
 """
 
 from __future__ import annotations

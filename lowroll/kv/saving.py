@@ -5,12 +5,11 @@ Of sequences i, each a prompt and its response, with a cache after every token o
     saving = 1 - sum_i stored_i / sum_i dense_i        tokens of a layer and head
 
 as `peak` (the most that a sample ever holds), `final` (after its last token), and `mean` (summed
-over the response's tokens). A full cache counts as compacted, since it is before the next token;
-the last token counts, though its key is never stored. A compacted prompt is whole only on pages
-that its samples share, and does not count in a sample's peak.
+over the response's tokens). A full cache counts as compacted; the last token counts, though its key
+is never stored. A compacted prompt is whole only on pages that its samples share, and does not count
+in a sample's peak.
 
-Source: Sparse-RL's "Toks. saving", whose dense run has its own response lengths; here dense is what
-the same responses would hold.
+Source: Sparse-RL's "Toks. saving", but dense is what the same responses would hold.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Device memory that can be freed and restored at the same address.
 
-CUDA's driver reserves an address range once; physical memory is mapped into it, and can be freed
-while the range stays. Between two rollouts a learner can use the KV cache's memory, and CUDA graphs
-with its addresses stay valid. (CUDA driver API, "Virtual Memory Management"; vLLM's sleep mode does
-the same.)
+CUDA's driver reserves an address range, to which physical memory is mapped, so between two rollouts
+a learner can use the KV cache's memory, and CUDA graphs with its addresses stay valid. (CUDA driver
+API, "Virtual Memory Management"; vLLM's sleep mode does the same.)
 """
 
 from __future__ import annotations

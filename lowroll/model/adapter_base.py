@@ -7,8 +7,8 @@ An adapter is trained on the rollouts' weights: quantized, and perhaps scaled be
     dtype        of the model before it was quantized, and of what was not quantized
     uaq_scale    the scale s before it was quantized; null: none
 
-PEFT and vLLM ignore this file and put the adapter on the model of adapter_config.json as it is,
-which is another policy. A folder without the file is an adapter on that model.
+PEFT and vLLM ignore this file and put the adapter on the model of adapter_config.json as it is. A
+folder without the file is an adapter on that model.
 """
 
 from __future__ import annotations

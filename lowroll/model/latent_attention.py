@@ -5,10 +5,10 @@
     k, v = W_kv_b norm(c)                      of each head, whose key is k and then r
     y = W_o attention(q, [k, r], v)
 
-Attention gets whole heads: caches hold keys and values as of any other model, and not the smaller
-latent. Where values are shorter than keys, zeros fill them up, and the output is cut again. A
-head's numbers are laid out in pairs p, p + d / 2, as in other models: half of those without
-positions, the firsts of rotated pairs, the other half, the seconds. Scores do not depend on it.
+Attention gets whole heads: caches hold keys and values, not the smaller latent. Where values are
+shorter than keys, zeros fill them up, and the output is cut again. A head's numbers are laid out in
+pairs p, p + d / 2: half of those without positions, the firsts of rotated pairs, the other half, the
+seconds.
 
 Legend: T tokens, D hidden size, H heads, d numbers of a head of q and k, r those of them that are
 rotated, v numbers of a head of values.

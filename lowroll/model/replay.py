@@ -3,11 +3,10 @@
 Query q of a head sees key j iff j <= q and no compaction had dropped it when q ran
 (`types.Evictions`). So the queries of a stretch, between two compactions, see the keys that the
 first one left, and causally their own. These keys, which differ by layer, KV head and stretch, are
-gathered, without a mask; a query sees at most budget + buffer keys. Up to the first compaction
-attention is dense.
+gathered. Up to the first compaction attention is dense.
 
-Cost: keys and values of a stretch are copied, (budget + buffer) / buffer times the packed tokens'
-(5 at 512 + 128), for each layer. The backward pass recomputes them, MOST_MARKED marks at a time.
+Cost: (budget + buffer) / buffer copies of the packed tokens' keys and values (5 at 512 + 128), for
+each layer. The backward pass recomputes them, MOST_MARKED marks at a time.
 
 Legend: T packed tokens or positions of a sequence, L layers, H query heads, G key-value heads, Q
 query heads of a key-value head, d head size, S sequences, R stretches, C queries of the stretches,

@@ -4,8 +4,7 @@ Pair i of a head turns by pos * theta^(-2i/d). Llama 3 slows the pairs whose wav
 original context by `factor`, keeps the fast ones, and blends in between; YaRN (Peng et al. 2023,
 arXiv 2309.00071) does so by the turns that a pair makes within the original context, and scales cos
 and sin. Kernels rotate halves of a head, number i with number i + d/2: heads whose pairs lie
-otherwise, or which are rotated in part, are reordered before (`head_order`). Attention scores do not
-depend on the order of a head's numbers.
+otherwise, or which are rotated in part, are reordered before (`head_order`).
 
 Legend: R ropes, T tokens, H heads, d head size.
 """

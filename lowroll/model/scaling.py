@@ -3,17 +3,14 @@ readers divided by s.
 
     (W / s) (s x) = W x        for q, k, v behind the input norm; gate, up, a router behind the post-attention norm
 
-The function stays, and an SGD update is relatively s^2 times larger; those of Adam and Muon, which
-ignore the size of a gradient, grow by s. If a format's scales follow the largest weight, W / s has
-W's codes but for ties, and an update flips a larger share of codes (`weights.watch`). In int8 the
-share grows by s in the scaled matrices once an update flips a few codes in a hundred; fewer flips
-grow less, because the largest weight of a row is on a tie for every s, and so do fp8's, whose steps
-follow each weight. As o and down are unscaled, s = 1.5 flips 1.2 to 1.3 times as many of all codes.
+The function stays, and an SGD update is relatively s^2 times larger; those of Adam and Muon grow by
+s. If a format's scales follow the largest weight, W / s has W's codes but for ties, and an update
+flips a larger share of codes (`weights.watch`): s = 1.5 flips 1.2 to 1.3 times as many of all codes
+in int8, and fewer in fp8, whose steps follow each weight.
 
 Biases, o and down stay. An s that is no power of two rounds a bfloat16 weight once more; so does every s
-in norms of 1 + w, whose weight becomes s (1 + w) - 1. The config
-records s, so that a saved model, an ordinary one with the same logits, is not scaled again. Noise
-on its norms (`weights.noise`) grows by s.
+in norms of 1 + w, whose weight becomes s (1 + w) - 1. The config records s, so that a saved model is
+not scaled again. Noise on its norms (`weights.noise`) grows by s.
 """
 
 from __future__ import annotations

@@ -3,11 +3,7 @@
 A file is the length of a header (8 bytes, little-endian), the JSON header with every tensor's
 dtype, shape and offsets, and the bytes. `stream` brings batches of tensors to the device, each in
 one buffer, where the parts of a fused matrix are contiguous. Threads read ahead, for a GPU into
-pinned memory, so that reading and copying overlap.
-
-Headers must have been checked (`model.headers`).
-
-`write` makes files of at most SHARD_BYTES, several at once, with transformers' names and index.
+pinned memory. Headers must have been checked (`model.headers`).
 """
 
 from __future__ import annotations

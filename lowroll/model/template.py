@@ -1,9 +1,7 @@
 """Chat templates, rendered in a child process with bounds of time and memory
 (`model.template_child`).
 
-A template is an untrusted program, and jinja's sandbox does not prevent endless loops or memory
-use. So a template has one child, started at first use, that renders every conversation and is
-replaced when it has ended.
+A template is an untrusted program, and jinja's sandbox does not prevent endless loops or memory use.
 """
 
 from __future__ import annotations

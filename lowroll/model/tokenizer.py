@@ -1,10 +1,9 @@
 """The tokenizer and chat template of a model folder, through transformers, whose import takes
 seconds.
 
-Turns are never re-encoded: drawn tokens stay, and `ChatTokenizer.encode_turn` adds what follows. It
-renders a short conversation with a mark as the assistant's text, and takes what the template puts
-after the mark. So a template may change earlier turns (strip thoughts, say), but what it puts after
-a turn may not depend on them (`check_turns`).
+Turns are never re-encoded: drawn tokens stay, and `ChatTokenizer.encode_turn` adds what the template
+puts after a mark in place of the assistant's text. A template may change earlier turns, but what it
+puts after a turn may not depend on them (`check_turns`).
 """
 
 from __future__ import annotations

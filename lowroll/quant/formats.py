@@ -8,9 +8,9 @@ depend on the values of the weights alone. Tensors have the names and layouts of
 that other tools read.
 
 A fused matrix (qkv, gate-up) is one QTensor; checkpoints hold its parts. `cut` and `stack` convert
-without changing a code: stored tensors are cut along their first dimension, with `pitch` entries
-for a row of the matrix. Values kept once a matrix, such as NVFP4's global scale, are shared by
-parts quantized here; parts from elsewhere keep their own, one for each row (or block).
+without changing a code: stored tensors are cut along their first dimension. Values kept once a
+matrix, such as NVFP4's global scale, are shared by parts quantized here; parts from elsewhere keep
+their own, one for each row (or block).
 
 Legend: `quant`.
 """

@@ -1,7 +1,6 @@
 """The stored layout of each format in compressed-tensors and bitsandbytes folders.
 
-`read_layout` turns a folder's `quantization_config` into a `StoredLayout`, or refuses it in one
-line; `describe` writes it. Tensors of a matrix W [N, K], by the suffix of the module's name:
+Tensors of a matrix W [N, K], by the suffix of the module's name:
 
     int8        weight int8 [N, K], weight_scale [N, 1]                               int-quantized
     int8_rotated   the same, and a transform_config (`quant.transforms`)               int-quantized
@@ -19,9 +18,8 @@ line; `describe` writes it. Tensors of a matrix W [N, K], by the suffix of the m
 DeepSeek's and Qwen's `quant_method: fp8` is `fp8_block` with weight_scale_inv for weight_scale, and
 is read only; so are `awq` and `gptq` (`quant.packed`). Scales are written in float32 and read in
 any float dtype (algorithms B1-B6; compressed-tensors 0.20, bitsandbytes 0.50). Several
-compressed-tensors formats in one folder are groups whose `targets` are module names; modules that
-no group names, or that are ignored, are dense. Anything else that changes the computation is
-refused.
+compressed-tensors formats in one folder are groups whose `targets` are module names; other modules
+are dense. Anything else that changes the computation is refused.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     name = mixed.register({"blocks.0.qkv": "int8", "blocks.0.o": "nvfp4", ...}, sizes)
     get_format(name).of("blocks.0.qkv").name     "int8"
 
-The name is `mixed-` and eight hex digits of the assignment's digest, so it travels as a string like
-every other format. A process must register the assignment to know the name: from a model, a folder,
-or a run's file (`weights.budget`).
+The name is `mixed-` and eight hex digits of the assignment's digest. A process must register the
+assignment to know it: from a model, a folder, or a run's file (`weights.budget`).
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
 side, for the runner: it may watch queries, and selects the keys.
 
 A cache has one length, hence one page table, for all layers and KV heads: every head keeps equally
-many keys, but not the same ones. Keys are stored rotated by their true positions, and a new token
-has its true position, however few keys precede it.
+many keys, but not the same ones. Keys and new tokens are rotated by their true positions.
 
 A new policy is one file that defines both sides:
 
