@@ -41,7 +41,7 @@ class Grammar:
 
     def __init__(self, compiled: Any, eos_ids: Collection[int]) -> None:
         self._compiled = compiled
-        self._eos_ids = tuple(eos_ids)
+        self._eos_ids = frozenset(eos_ids)
         self._states: dict[int, _SampleState] = {}  # by sample
 
     def allowed(self, sample: int, token_ids: Many[int], width: int) -> bytes:
@@ -57,7 +57,7 @@ class Grammar:
             error = _first_line(matcher.get_error())
             log.warning("a grammar cannot be followed further: %s", error)
         if not any(mask):
-            mask = _bitmask(self._eos_ids, width)
+            mask = sum(1 << i for i in self._eos_ids).to_bytes(width, "little")
         return mask[:width].ljust(width, b"\0")
 
     def _advance(self, sample: int, token_ids: Many[int]) -> _SampleState:
@@ -158,13 +158,6 @@ def _common_prefix_len(seen: Many[int], now: Many[int]) -> int:
     if seen[:max_len] == now[:max_len]:
         return max_len
     return next(i for i in range(max_len) if seen[i] != now[i])
-
-
-def _bitmask(ids: Iterable[int], width: int) -> bytes:
-    mask = bytearray(width)
-    for i in ids:
-        mask[i // 8] |= 1 << i % 8
-    return bytes(mask)
 
 
 def _first_line(error: str) -> str:

@@ -36,7 +36,7 @@ NO_SLOT = -1
 class ShortPasses:
     """The graphs of short passes. captures: False starts every pass's kernels one by one."""
 
-    def __init__(self, model: Transformer, cache: KVCache, captures: bool = True) -> None:
+    def __init__(self, model: Transformer, cache: KVCache, captures: bool) -> None:
         self.model, self.cache, self._captures = model, cache, captures
         device = model.device
         # ids, positions and slots of the tokens

@@ -364,7 +364,7 @@ class Runner:
         fresh = [i for i, chunk in enumerate(chunks) if chunk.start == 0]
         later = [i for i, chunk in enumerate(chunks) if chunk.start > 0]
         ids: list[int] = []
-        last_rows = [0] * len(pieces)  # of each piece's last token
+        last_rows = [0] * len(pieces)
         for i in (*fresh, *later):
             ids += pieces[i]
             last_rows[i] = len(ids) - 1

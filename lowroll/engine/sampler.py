@@ -43,7 +43,7 @@ from torch import Tensor
 from lowroll.engine.grammar import held
 from lowroll.engine.logit_bias import biases_of, is_biased
 from lowroll.engine.sampling_state import filters_of, index_pairs, is_filtered
-from lowroll.engine.sequence import DrawnPosition, Sequence
+from lowroll.engine.sequence import DrawnPosition, Sequence, banned_ids
 from lowroll.kernels.sampling.draw import distribution as log_probs_of
 from lowroll.kernels.sampling.draw import draw
 from lowroll.kernels.sampling.filters import Filters
@@ -59,7 +59,7 @@ class SamplingBatch:
     keys_B: Tensor  # int64, the bits of the 64-bit noise keys
     temperature_B: Tensor  # float32, 1 for greedy rows
     greedy_B: Tensor  # bool
-    filters: Filters | None  # None where no row has any
+    filters: Filters | None
 
     @classmethod
     def of(
@@ -137,7 +137,7 @@ def _apply_biases(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) 
 
 
 def _apply_bans(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Tensor:
-    banned_by_row = [(row, s.banned_ids()) for row, s in enumerate(sequences)]
+    banned_by_row = [(row, banned_ids(s)) for row, s in enumerate(sequences)]
     if not any(ids for _, ids in banned_by_row):
         return logits_BV
     rows_N, ids_N = index_pairs(banned_by_row, logits_BV.device)
@@ -175,7 +175,6 @@ class TopLogprobs:
     waits."""
 
     def __init__(self, sequences: Many[Sequence | DrawnPosition]) -> None:
-        # the rows that ask for top log-probs: "A" in the shapes
         self.asking = [i for i, s in enumerate(sequences) if s.top_logprobs is not None]
         self._sequences = sequences
         self._batch: tuple[Tensor, SamplingBatch] | None = None  # rows [A], and how they draw

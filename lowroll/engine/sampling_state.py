@@ -19,7 +19,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from lowroll.engine.sequence import DrawnPosition, Sequence
+from lowroll.engine.sequence import DrawnPosition, Sequence, banned_ids
 from lowroll.kernels.sampling.filters import Filters
 from lowroll.kernels.sampling.penalties import SEEN, STOPS, Marked, add, blank, clear
 from lowroll.model.attention import upload
@@ -38,7 +38,7 @@ def draw_of(sequences: Collection[Sequence | DrawnPosition]) -> DrawMode:
 
 
 def _sequence_draw_mode(s: Sequence | DrawnPosition) -> DrawMode:
-    if s.request.repetition_penalty != 1 or s.banned_ids():
+    if s.request.repetition_penalty != 1 or banned_ids(s):
         return DrawMode.MARKED
     return DrawMode.FILTERED if is_filtered(s) else DrawMode.PLAIN
 
@@ -128,17 +128,17 @@ class SamplingState:
         """Mark the tokens that the device has not marked yet, in the slots of the samples. The slot
         of an earlier sample is cleared first."""
         cleared_slots: list[int] = []
-        seen_ids: list[tuple[int, Many[int]]] = []  # by slot, for the repetition penalty
-        stop_ids: list[tuple[int, Many[int]]] = []  # by slot, for the bans
+        seen_ids: list[tuple[int, Many[int]]] = []
+        stop_ids: list[tuple[int, Many[int]]] = []
         for s in sequences:
             is_penalised = s.request.repetition_penalty != 1
-            if not is_penalised and not s.banned_ids():
+            if not is_penalised and not banned_ids(s):
                 continue
             marked_sequence, num_marked = self._marked[s.slot]
             if marked_sequence is not s:
                 cleared_slots.append(s.slot)
                 num_marked = 0
-                if s.banned_ids():
+                if banned_ids(s):
                     stop_ids.append((s.slot, s.group.stop_ids))
                 if is_penalised:
                     seen_ids.append((s.slot, s.prompt_ids))

@@ -107,7 +107,7 @@ class Scheduler:
         self._groups: dict[int, LiveGroup] = {}
         self._waiting: deque[LiveGroup] = deque()  # groups with waiting samples, oldest first
         self._prefilling: deque[LiveGroup] = deque()
-        self._running: dict[Sequence, None] = {}  # admitted samples, in order of admission
+        self._running: dict[Sequence, None] = {}
         self._free_slots = list(reversed(range(max_batch)))
         self._begun: list[int] = []  # slots of the leaders admitted since the last plan
         self._steps = 0  # of decode rows, since prompts ran

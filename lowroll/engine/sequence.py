@@ -38,7 +38,7 @@ class Sequence:
     reserved_pages: int = 0  # reserved for it and not yet allocated
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    behavior: BehaviorTag | None = None  # how its last token was drawn
+    behavior: BehaviorTag | None = None
     evictions: Evictions | None = None  # set at its end
 
     @property
@@ -67,10 +67,6 @@ class Sequence:
     def num_left(self) -> int:
         return self.request.max_tokens - len(self.token_ids)
 
-    def banned_ids(self) -> tuple[int, ...]:
-        """Ids that must not be drawn next: they would end the sample before `min_tokens` tokens."""
-        return banned_ids(self.group, len(self.token_ids))
-
 
 @dataclass(eq=False)
 class LiveGroup:
@@ -97,10 +93,6 @@ class LiveGroup:
     @property
     def leader(self) -> Sequence:
         return self.sequences[0]
-
-
-def banned_ids(group: LiveGroup, drawn: int) -> tuple[int, ...]:
-    return group.stop_ids if drawn < group.request.min_tokens else ()
 
 
 @dataclass(frozen=True)
@@ -163,8 +155,11 @@ class DrawnPosition:
     def length(self) -> int:
         return len(self.prompt_ids) + self.count
 
-    def banned_ids(self) -> tuple[int, ...]:
-        return banned_ids(self.sequence.group, self.count)
+
+def banned_ids(s: Sequence | DrawnPosition) -> tuple[int, ...]:
+    """Return the ids that would end a sample before `min_tokens` tokens."""
+    drawn = s.length - len(s.prompt_ids)
+    return s.group.stop_ids if drawn < s.request.min_tokens else ()
 
 
 def places_of(check: Check) -> list[DrawnPosition]:

@@ -45,7 +45,7 @@ class PagePool:
         self.page_size = page_size
         self._caching = prefix_caching
         self.turn_caching = turn_caching
-        self.peak_used = 0  # most pages ever held at once
+        self.peak_used = 0
         self.hits = 0  # pages served from the prefix cache
         self._refcount = [0] * num_pages
         self._blank = list(reversed(range(num_pages)))  # a stack: page 0 is allocated first

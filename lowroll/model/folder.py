@@ -22,7 +22,7 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 
-HUB_SECONDS = 3.0  # timeout of the hub's first answer
+HUB_SECONDS = 3.0
 
 
 def inside(folder: Path, name: str) -> Path | None:

@@ -27,7 +27,7 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
 # keys that transformers ignores and that change the model
 UNREAD = (".rope.scaling.", ".attention.sliding_window")
 FREQUENCIES = "rope_freqs.weight"
-NOTE = "gguf.json"  # {"format": the one that holds the weights exactly}
+NOTE = "gguf.json"
 KINDS = {"Q4_0": "q4_0", "Q4_1": "q4_1", "Q8_0": "q8_0"}
 
 log = logging.getLogger(__name__)

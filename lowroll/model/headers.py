@@ -302,29 +302,21 @@ def _check_quantized(folder: Path, found: Headers, wanted: dict[str, Header]) ->
         and found[name][1] in FLOATS
         and (name not in wanted or found[name][1] not in wanted[name][1])
     ]
-    if dense_linears:
-        raise ValueError(
-            f"{folder}: quantization_config leaves {some(dense_linears)} dense; one format for all linear "
-            "layers is supported. Quantize the dense model with `lowroll quantize`"
-        )
-    unsupported = [
+    codes_of_head = [
         name
         for name in found
         if name.startswith("lm_head.") and name not in ("lm_head.weight", "lm_head.bias")
     ]
-    if unsupported:
-        raise ValueError(
-            f"{folder}: quantization_config includes lm_head ({some(unsupported)}), which must stay dense. "
-            "Quantize the dense model with `lowroll quantize`"
-        )
-    for suffix, feature in (
-        ("g_idx", "reordered columns (actorder)"),
-        ("input_scale", "calibrated scales of activations"),
-        ("input_global_scale", "calibrated scales of activations"),
+    others = [name for name in found if name not in wanted]
+    reordering = [name for name in others if name.endswith("g_idx")]
+    input_scales = [name for name in others if name.endswith(("input_scale", "input_global_scale"))]
+    for problem, names in (
+        ("quantization_config leaves layers dense, and needs one format for all", dense_linears),
+        ("quantization_config includes lm_head, which must stay dense", codes_of_head),
+        ("reordered columns (actorder) are not supported", reordering),
+        ("calibrated scales of activations are not supported", input_scales),
     ):
-        unsupported = [name for name in found if name.endswith(suffix) and name not in wanted]
-        if unsupported:
+        if names:
             raise ValueError(
-                f"{folder}: {some(unsupported)}: {feature} are not supported. Quantize the dense model with "
-                "`lowroll quantize`"
+                f"{folder}: {problem}: {some(names)}. Quantize the dense model with `lowroll quantize`"
             )

@@ -103,7 +103,7 @@ class _TokenLogProbs(torch.autograd.Function):
         logp_T = torch.empty(hidden_TD.shape[0], dtype=torch.float32, device=hidden_TD.device)
         entropy_T = torch.empty_like(logp_T)
         slope_TD: Tensor | None = None  # d logp / d h
-        buffer_CV: Tensor | None = None  # for G of one chunk after the other
+        buffer_CV: Tensor | None = None
         if needs_hidden and not needs_weight:
             slope_TD = torch.empty_like(hidden_TD)
             buffer_CV = weight_VD.new_empty(min(chunk, len(hidden_TD)), len(weight_VD))

@@ -84,7 +84,7 @@ def _latent_names(spec: ModelSpec, sizes: LatentSpec, attention: str) -> Iterato
     norms = {"q_b": ("q_norm", "q_a_layernorm"), "kv_b": ("kv_norm", "kv_a_layernorm")}
     matrices = sizes.matrices(spec.num_heads, spec.hidden_size)
     for name, (parts, in_features) in matrices.items():
-        if name in norms:  # in front of the matrix
+        if name in norms:
             norm, hf_norm = norms[name]
             yield f"latent.{norm}.weight", [f"{attention}.{hf_norm}.weight"], (in_features,)
         stored = [f"{attention}.{part}.weight" for part in parts]

@@ -89,7 +89,10 @@ def delta_rule(
     most_chunks = len(pieces[order[0]])
     steps = [[s for s in order if len(pieces[s]) > number] for number in range(most_chunks)]
     places = [(sequence, number) for number, step in enumerate(steps) for sequence in step]
-    x_NLHe = torch.stack([_padded(pieces[sequence][number], chunk) for sequence, number in places])
+    # short chunks are padded with zeros, which are tokens that change no state
+    x_NLHe = torch.stack(
+        [F.pad(pieces[s][n], (0, 0, 0, 0, 0, chunk - len(pieces[s][n]))) for s, n in places]
+    )
     chunks = _prepare(*x_NLHe.transpose(1, 2).split(sizes, dim=-1))
 
     if state_SHkv is None:
@@ -178,16 +181,12 @@ def _scan(chunks: _Chunks, state_SHkv: Tensor, counts: Sequence[int]) -> tuple[T
     for parts in zip(*(x.split(list(counts)) for x in chunks), strict=True):
         step = _Chunks(*parts)
         active = len(step.kept_NH11)
-        finished.append(state_SHkv[active:])  # of sequences that have no further chunk
+        finished.append(state_SHkv[active:])
         state_AHkv = state_SHkv[:active]
         change_AHLv = step.written_NHLv - step.recalling_NHLk @ state_AHkv
         outputs.append(step.q_NHLk @ state_AHkv + step.scores_NHLL @ change_AHLv)
         state_SHkv = step.kept_NH11 * state_AHkv + step.k_NHLk.transpose(-1, -2) @ change_AHLv
     return torch.cat(outputs), torch.cat([state_SHkv, *reversed(finished)])
-
-
-def _padded(x_THe: Tensor, length: int) -> Tensor:
-    return F.pad(x_THe, (0, 0, 0, 0, 0, length - len(x_THe)))
 
 
 def _check_lengths(lengths: Sequence[int], tokens: int) -> None:

@@ -110,7 +110,6 @@ def check_evictions(
     is_early_XT = (numbers_XT != 0) & (numbers_XT < earliest_T.to(numbers_XT.dtype))
     if bool(is_early_XT.any()):
         raise ValueError("numbers: a key is dropped before it is there")
-    # how many keys each compaction dropped, by head
     counts = [numbers_T.bincount(minlength=len(after) + 1) for numbers_T in numbers_XT]
     if any(not torch.equal(counts_E, counts[0]) for counts_E in counts):
         raise ValueError("numbers: the heads drop different numbers of keys")
@@ -128,7 +127,7 @@ def replayed(
     (`check_evictions`)."""
     starts = list(accumulate(lengths, initial=0))[:-1]
     stretches: list[_Stretch] = []
-    numbers_by_sequence: list[Tensor] = []  # of the sequences with compactions
+    numbers_by_sequence: list[Tensor] = []
     dense_lengths: list[int] = []  # the tokens of each sequence up to its first compaction
     for start, length, record in zip(starts, lengths, evictions, strict=False):
         # where stretches begin: a compaction after the last token changes nothing
@@ -181,9 +180,9 @@ def _cut_stretches(
 class _Stretch:
     """Positions [begin, end) of a sequence between two compactions."""
 
-    sequence: int  # index among those with compactions
+    sequence: int
     number: int  # the compaction before it
-    start: int  # the sequence's start in the packed row
+    start: int
     begin: int
     end: int
     keys: int  # keys that its last query sees

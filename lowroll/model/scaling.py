@@ -25,7 +25,7 @@ from lowroll.model.spec import ModelSpec
 from lowroll.model.transformer import Block, Transformer
 from lowroll.quant.formats import QTensor
 
-KEY = "lowroll_uaq_scale"  # config.json key of a scaled model
+KEY = "lowroll_uaq_scale"
 
 
 def applied(model: Transformer) -> float | None:

@@ -108,7 +108,7 @@ def eos_id(folder: str | Path) -> int | None:
         token = token["content"] if isinstance(token, dict) else token
         ids = [entry["id"] for entry in added_tokens if entry["content"] == token]
     except (ValueError, KeyError, TypeError):
-        ids, config = [], {}  # try transformers, or let it report the error
+        ids, config = [], {}
     if len(ids) == 1 and isinstance(ids[0], int) and "auto_map" not in config:
         return ids[0]
     eos = load_tokenizer(folder).eos_token_id

@@ -306,7 +306,6 @@ class Block(nn.Module):
         return self.down.after_update(gate_up, update)
 
 
-# the call of a block: (block, x, update, cos, sin, attend) -> (x, update)
 RunBlock = Callable[
     [Block, Tensor, Stream | None, Tensor, Tensor, Attend], tuple[Tensor, Stream | None]
 ]
@@ -378,7 +377,7 @@ class Transformer(nn.Module):
         fewer rows would change last bits, so they are dropped at the end."""
         cos, sin = self.rotations(pos_T)
         x_TD = self.embed(ids_T)
-        update_TD: Stream | None = None  # of the last block, which the next norm adds to x
+        update_TD: Stream | None = None
         drops_in_last_block = wanted_P is not None and ids_T.is_cuda
         for block in self.blocks:
             assert isinstance(block, Block)

@@ -56,7 +56,7 @@ class QTensor:
     tensors: dict[str, Tensor]
     packed: dict[str, Any] = field(default_factory=dict)
     makers: dict[str, Callable[[QTensor], Any]] = field(default_factory=dict)
-    version: int = 0  # number of changes of the codes
+    version: int = 0
     # the tensor that these codes were made of, its version and ours at that time
     source: tuple[ref[QTensor], int, int] | None = None
 

@@ -421,7 +421,8 @@ def _normalize_arguments(where: str, args: Any) -> dict[str, Any] | None:
             f"{where}.actorder: {args['actorder']!r} reorders columns, which is not "
             f"supported{_ADVICE}"
         )
-    strategy = args.get("strategy") or _default_strategy(args.get("group_size"))
+    size = args.get("group_size")
+    strategy = args.get("strategy") or ("channel" if size == -1 else "group" if size else "tensor")
     block_structure = args.get("block_structure")
     if isinstance(block_structure, str):  # "128x128"
         sizes = block_structure.split("x")
@@ -433,15 +434,9 @@ def _normalize_arguments(where: str, args: Any) -> dict[str, Any] | None:
         "strategy": strategy,
         "symmetric": args.get("symmetric", True),
         "dynamic": args.get("dynamic", False),
-        "group_size": args.get("group_size") if "group" in strategy else None,
+        "group_size": size if "group" in strategy else None,
         "block_structure": block_structure,
     }
-
-
-def _default_strategy(group_size: int | None) -> str:
-    if group_size == -1:
-        return "channel"
-    return "group" if group_size else "tensor"
 
 
 def _describe_arguments(args: dict[str, Any] | None) -> str:

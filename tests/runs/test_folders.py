@@ -586,7 +586,7 @@ TENSORS: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
             [t.pop(f"{Q}.{s}") for s in ("weight_packed", "weight_scale", "weight_shape")]
             + [t.update({f"{Q}.weight": torch.zeros(128, 128)})]
         ),
-        rf"leaves {Q}\.weight dense",
+        rf"leaves layers dense.*{Q}\.weight",
     ),
     "head": (
         "fp8",

@@ -87,7 +87,7 @@ class Selector(ABC):
     KV head. What a decode graph reads must keep its storage. All methods are called in stream
     order."""
 
-    watches: bool = False  # call `prefilled` and `decoded` in every layer
+    watches: bool = False
 
     def begin(self, slots: Sequence[int]) -> None:  # noqa: B027
         """Reset these slots for new prompts."""

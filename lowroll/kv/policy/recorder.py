@@ -32,18 +32,15 @@ def most_held(policy: CachePolicy, spec: ModelSpec) -> int:
     return min(policy.budget or 0, spec.max_position)
 
 
-def recorder_bytes(policy: CachePolicy, spec: ModelSpec, max_batch: int) -> int:
-    keys = num_slots(max_batch) * most_held(policy, spec)
-    return spec.num_layers * spec.num_kv_heads * keys * torch.int32.itemsize
-
-
 def policy_bytes(
     kv: CachePolicy, spec: ModelSpec, max_batch: int, dtype: torch.dtype, record_evictions: bool
 ) -> int:
     """Return the device memory of slots beside the cache: of a policy's state, its records, and
     recurrent layers."""
-    recorded = recorder_bytes(kv, spec, max_batch) if record_evictions else 0
-    recurrent = RecurrentStates.nbytes(spec, num_slots(max_batch), dtype)
+    slots = num_slots(max_batch)
+    keys = slots * spec.num_layers * spec.num_kv_heads * most_held(kv, spec)
+    recorded = keys * torch.int32.itemsize if record_evictions else 0
+    recurrent = RecurrentStates.nbytes(spec, slots, dtype)
     return kv.state_bytes(spec, max_batch, dtype.itemsize) + recorded + recurrent
 
 
