@@ -537,6 +537,7 @@ class NativeEngine:
 
     @cached_property
     def grammars(self) -> Grammars:
+        """The compiler of grammars, for several threads. ValueError where it is not available."""
         return Grammars(self.tokenizer, self.spec.vocab_size, self.scheduler.eos_ids)
 
     def _own_format(

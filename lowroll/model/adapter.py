@@ -134,6 +134,7 @@ class Adapter(nn.Module):
         return super()._apply(fn, recurse)
 
     def changed(self) -> None:
+        """Invalidate the copies."""
         self.version += 1
 
     def renew(self) -> None:

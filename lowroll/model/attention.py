@@ -125,6 +125,7 @@ def tokens_of(spans: Iterable[tuple[int, int]], device: torch.device | str) -> T
 
 
 def inverse(order_T: Tensor) -> Tensor:
+    """Return the permutation that undoes another."""
     back_T = torch.empty_like(order_T)
     back_T[order_T] = torch.arange(len(order_T), device=order_T.device)
     return back_T

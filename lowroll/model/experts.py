@@ -63,6 +63,7 @@ class Router(nn.Module):
 
     @property
     def routing(self) -> Routing:
+        """The parameters of the choice, with the tensors that the module has now."""
         sigmoids = None
         if self.scores is not None:
             assert self.correction_bias is not None
@@ -71,6 +72,7 @@ class Router(nn.Module):
         return Routing(self.choices, self.renormalize, self.bias, sigmoids)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """Move the module as torch does; the correction keeps its dtype."""
         kept_E = None if self.correction_bias is None else self.correction_bias.detach()
         super()._apply(fn, recurse)
         moved_E = self.correction_bias

@@ -25,7 +25,7 @@ Headers = dict[str, tuple[tuple[int, ...], str]]  # tensor: (shape, safetensors 
 
 
 def regular(path: Path, most: int) -> int:
-    """Return the size of a regular file or a link to one. ValueError above `most` bytes."""
+    """Return the size of a file. ValueError above `most` bytes, or for what is no regular file."""
     try:
         status = path.stat()
     except OSError as error:
@@ -40,6 +40,7 @@ def regular(path: Path, most: int) -> int:
 
 
 def read_json(path: Path, most: int = MOST_JSON) -> Any:
+    """Read a JSON file of at most `most` bytes."""
     regular(path, most)
     try:
         return json.loads(path.read_text(encoding="utf-8"))

@@ -40,6 +40,7 @@ def home() -> Path:
 
 
 def require(name: str | Path) -> None:
+    """Raise ValueError with what to install when GGUF files cannot be read."""
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(
             f"{printable(name)}: GGUF files need a package: pip install 'lowroll[gguf]'"

@@ -77,7 +77,7 @@ def refuse_two_rotations(spec: ModelSpec, what: object) -> None:
 
 
 def read_folder_layout(folder: Path) -> Layouts | None:
-    """Read the layout of a folder's linear layers; None when dense."""
+    """Read the layout of a folder's linear layers; None when dense. ValueError names file and key."""
     config = read_config(folder).get("quantization_config")
     if not config:
         return None
@@ -278,7 +278,7 @@ def _check_tied(folder: Path, embedding: str, files: dict[str, Path]) -> None:
 
 def stored_parameters(spec: ModelSpec, layout: Layouts | None) -> dict[str, dict[str, Header]]:
     """Return the shapes and dtypes of the tensors that each parameter is read from, by its internal
-    name."""
+    name. ValueError as `StackedTensor.headers`."""
     stacks = stacked.stored_tensors(spec)
     in_mxfp4 = isinstance(layout, ExpertsInMXFloat4)
     parameters: dict[str, dict[str, Header]] = {}

@@ -73,7 +73,8 @@ def _kept_yarn(rope: Rope, scaling: RopeScaling) -> Tensor:
 
 
 def head_order(spec: ModelSpec) -> Tensor | None:
-    """Return the order in which kernels need a head's numbers, int64 [d], or None for their own."""
+    """Return the order in which kernels need a head's numbers, int64 [d], or None for their own.
+    ValueError where layers need different ones."""
     orders = {_order(rope, spec.head_dim) for rope in spec.ropes}
     if len(orders) > 1:
         raise ValueError("rope_parameters: all layers must rotate the same numbers of a head")

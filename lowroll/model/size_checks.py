@@ -55,6 +55,7 @@ def check_memory(path: Path, spec: ModelSpec, bits: float, device: torch.device 
 
 
 def check_heads(path: Path, spec: ModelSpec, device: torch.device | str) -> None:
+    """Raise ValueError for heads of latent attention that are too wide for CUDA's kernels."""
     latent = spec.latent
     if latent is None or torch.device(device).type != "cuda" or latent.head_dim <= WIDEST:
         return

@@ -228,6 +228,7 @@ except ValueError as error:
 
 
 def generation_eos_ids(folder: Path) -> tuple[int, ...]:
+    """Return the eos ids of generation_config.json, if any. ValueError names the file."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return ()

@@ -149,11 +149,10 @@ class ChatTokenizer:
         messages: list[Message],
         open_turn: bool = True,
         tools: Sequence[dict[str, Any]] = (),
-        template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return a conversation's ids. Arguments as `Template.render`; template_kwargs precede
-        those of this tokenizer."""
-        return self._encode(self.render(messages, open_turn, tools, template_kwargs))
+        """Return a conversation's ids. Arguments and errors as `Template.render`; ValueError when
+        the template cannot show tools."""
+        return self._encode(self.render(messages, open_turn, tools))
 
     def encode_turn(
         self, messages: list[Message], after: Turn, said: Message | None = None
@@ -250,6 +249,8 @@ class ChatTokenizer:
         tools: Sequence[dict[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
+        """Render a conversation as `Template.render`, whose template_kwargs precede those of this
+        tokenizer."""
         if tools:
             self.check_tools()
         variables = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}

@@ -418,6 +418,7 @@ class Transformer(nn.Module):
         return normed_TD if scale == 1 else normed_TD * scale
 
     def be_exact(self) -> Transformer:
+        """Make every row's bits independent of its batch. `model.exact.refuse` has the conditions."""
         for module in self.modules():
             if isinstance(module, Transformer | Block | RMSNorm | Linear | Experts):
                 module.exact = True

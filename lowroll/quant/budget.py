@@ -33,6 +33,7 @@ class Budget:
         return self.formats or DEFAULT_FORMATS
 
     def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield each invalid key and the reason."""
         bounds = (self.max_kl, self.max_bits, self.max_bytes)
         if all(bound is None for bound in bounds):
             yield "max_kl", "a budget has max_kl, max_bits or max_bytes"

@@ -177,6 +177,7 @@ def divide(x: Tensor, divisor: float) -> Tensor:
 
 
 def nonzero(scale: Tensor) -> Tensor:
+    """Replace scales of 0 by `EPS`."""
     return torch.where(scale > 0, scale, torch.full_like(scale, EPS))
 
 
@@ -290,6 +291,7 @@ class Format(ABC):
         return Fraction(1)
 
     def finite(self, name: str, tensor: Tensor) -> bool:
+        """Return whether a stored tensor has no NaN or infinity."""
         return not tensor.is_floating_point() or all_finite(tensor.float())
 
     def describe(self, dtype: torch.dtype, dense: Sequence[str] = ()) -> dict[str, Any] | None:

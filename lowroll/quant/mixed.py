@@ -138,6 +138,7 @@ def mean_bits(assignment: Mapping[str, str], sizes: Mapping[str, int]) -> float:
 
 
 def in_dtype(assignment: Mapping[str, str], dtype: torch.dtype) -> dict[str, str]:
+    """Replace `dense` by the dense format of a dtype. ValueError when there is none."""
     dense_format = dense.of(dtype)
     if dense_format is None and OWN in assignment.values():
         raise ValueError(f"dtype: no dense format has {dtype}")

@@ -49,6 +49,7 @@ def read(config: Any) -> dict[str, int]:
 
 
 def check(found: Mapping[str, int], columns: Mapping[str, int]) -> None:
+    """Raise ValueError where a folder's rotations do not fit matrices with these features."""
     for kind, size in columns.items():
         if found.get(kind, 1) != width(size):
             raise ValueError(

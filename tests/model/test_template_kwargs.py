@@ -35,11 +35,10 @@ def test_a_conversation_s_variables_stand_over_those_of_the_tokenizer() -> None:
     plain = ChatTokenizer(tokenizer())
     quiet = ChatTokenizer(tokenizer(), template_kwargs={"enable_thinking": False})
     assert quiet.encode_chat(TALK) != plain.encode_chat(TALK)
-    assert quiet.encode_chat(TALK) == plain.encode_chat(
-        TALK, template_kwargs={"enable_thinking": False}
-    )
-    over = quiet.encode_chat(TALK, template_kwargs={"enable_thinking": True})
-    assert over == plain.encode_chat(TALK)
+    text = plain.render(TALK, True, template_kwargs={"enable_thinking": False})
+    assert quiet.render(TALK, True) == text
+    over = quiet.render(TALK, True, template_kwargs={"enable_thinking": True})
+    assert over == plain.render(TALK, True)
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,7 @@ def make(name: str, **options: Any) -> CachePolicy:
 
 
 def check(name: str, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for the first wrong option."""
     for option, problem in problems(name, options):
         raise ValueError(f"kv.{option}: {problem}")
 
@@ -106,6 +107,7 @@ def filled(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def problems(name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each wrong option of a policy, or `policy` for its name, and the reason."""
     if name not in POLICIES:
         yield "policy", f"unknown policy {name!r}; known: {', '.join(POLICIES)}"
         return
