@@ -181,6 +181,7 @@ class TopLogprobs:
         self._steps: list[tuple[Tensor, Tensor]] = []  # ids and log-probs [A, K] of each step
 
     def see(self, logits_BV: Tensor) -> None:
+        """Rank the tokens of one step from its logits [B, V], and keep the ranks for `told`."""
         if not self.asking:
             return
         if self._batch is None:

@@ -141,6 +141,7 @@ class KVCache:
         return k_TGd, v_TGd
 
     def read(self, layer: int, slots_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values [T, G, d] of these slots."""
         return (
             self.keys[layer].flatten(0, 1).index_select(0, slots_T),
             self.values[layer].flatten(0, 1).index_select(0, slots_T),

@@ -46,6 +46,7 @@ class RecurrentStates:
 
     @staticmethod
     def nbytes(spec: ModelSpec, num_slots: int, dtype: torch.dtype) -> int:
+        """Return the bytes of the states of so many slots."""
         if spec.delta is None:
             return 0
         sizes = spec.delta

@@ -10,6 +10,7 @@ LARGE = 1e30  # of any other number: must fit float32
 
 
 def integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """Return a positive integer. ValueError names the key."""
     value = config.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
@@ -29,6 +30,7 @@ def expert_count_key(config: Mapping[str, Any]) -> str:
 
 
 def positive(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """Return a positive number. ValueError names the key."""
     value = config.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGE:

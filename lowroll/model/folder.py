@@ -46,6 +46,7 @@ def inside(folder: Path, name: str) -> Path | None:
 
 
 def copy_tokenizer(source: str | Path | None, target: Path) -> None:
+    """Copy a model folder's tokenizer files, if one is given. ValueError for a link out of it."""
     for name in TOKENIZER_FILES:
         if source is not None and (path := inside(Path(source), name)) is not None:
             shutil.copyfile(path, target / name)

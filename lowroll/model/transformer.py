@@ -393,6 +393,7 @@ class Transformer(nn.Module):
         return hidden_TD[wanted_P]
 
     def embed(self, ids_T: Tensor) -> Tensor:
+        """Return the embeddings [T, D] of tokens, scaled as the model's are."""
         x_TD = F.embedding(ids_T, self.embedding)
         if self.spec.embedding_scale == 1:
             return x_TD

@@ -95,6 +95,7 @@ class QTensor:
                 old.copy_(new)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the matrix [N, K] that the codes stand for."""
         return get_format(self.format).dequantize(self, dtype)
 
     def linear(self, x_MK: Tensor, bias_N: Tensor | None = None, exact: bool = False) -> Tensor:
@@ -326,6 +327,7 @@ class Format(ABC):
         return parts
 
     def stack(self, parts: Sequence[QTensor]) -> QTensor:
+        """Join parts from top to bottom. ValueError as of `cut`."""
         rows = [part.shape[0] for part in parts]
         num_in = parts[0].shape[1]
         stacked: dict[str, Tensor] = {}

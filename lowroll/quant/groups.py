@@ -35,6 +35,7 @@ def split(w_NK: Tensor, size: int) -> Tensor:
 
 
 def join(w_NGS: Tensor, num_in: int) -> Tensor:
+    """Undo `split`: [N, K]."""
     return w_NGS.flatten(1)[:, :num_in]
 
 
@@ -49,6 +50,7 @@ def pack(codes_NK: Tensor, first_high: bool = False) -> Tensor:
 def unpack(
     packed_NB: Tensor, levels: tuple[float, ...], num_in: int, first_high: bool = False
 ) -> Tensor:
+    """Return the levels of packed codes: float32 [N, K]."""
     pairs = _byte_levels(levels, first_high, packed_NB.device)
     return F.embedding(packed_NB.int(), pairs).flatten(1)[:, :num_in]
 

@@ -50,6 +50,7 @@ def pack_words(q_NK: Tensor) -> Tensor:
 
 
 def unpack_words(words: Tensor, num_in: int) -> Tensor:
+    """Unpack `pack_words`: float32 [N, K]."""
     return unpack(_row_major(words).view(torch.uint8), LEVELS, num_in)
 
 
@@ -173,6 +174,7 @@ def pack_zeros(zero_NG: Tensor) -> Tensor:
 
 
 def unpack_zeros(words: Tensor, num_out: int) -> Tensor:
+    """Unpack `pack_zeros`: float32 [N, G]."""
     return unpack_words(words.t(), num_out).t()
 
 

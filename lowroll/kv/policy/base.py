@@ -125,6 +125,7 @@ def num_slots(max_batch: int) -> int:
 
 
 def copy_slots(state_LS: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy a state [L, S, ...] of slots (source, target). All are read before one is written."""
     sources, targets = (list(slots) for slots in zip(*pairs, strict=True))
     state_LS[:, targets] = state_LS[:, sources]
 
