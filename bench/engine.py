@@ -22,18 +22,18 @@ hits the smaller steps hardest (docs/LOG.md), so look at the load that is stored
 
 from __future__ import annotations
 
-import math
-import random
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from bench.harness import BASELINES, Row, SomeOf, finish, interleave, parser_of, speed_row
+from bench.lengths import Lengths
 from lowroll import Engine, Request
 from lowroll.engine.runner import StepResult
 from lowroll.engine.sequence import StepPlan
@@ -75,50 +75,7 @@ class Targets:
 TARGETS = {"demo": Targets(), "100m": Targets(int8=1.5, four=(1.8, 2.5), held=7.0)}
 
 
-@dataclass(frozen=True)
-class Workload:
-    """Prompts, all equally long, and the response length of every sample of each."""
-
-    prompts: list[list[int]]
-    lengths: list[list[int]]
-
-    @classmethod
-    def lognormal(
-        cls,
-        vocab_size: int,
-        *,
-        num_prompts: int = 8,
-        samples: int = 8,
-        prompt_tokens: int = 64,
-        median: float = 48.0,
-        sigma: float = 1.0,
-        most: int = 384,
-        seed: int = 0,
-    ) -> Workload:
-        dice = random.Random(seed)
-        prompts = [
-            [dice.randrange(2, vocab_size) for _ in range(prompt_tokens)]
-            for _ in range(num_prompts)
-        ]
-        lengths = [
-            [
-                min(most, max(1, round(dice.lognormvariate(math.log(median), sigma))))
-                for _ in range(samples)
-            ]
-            for _ in range(num_prompts)
-        ]
-        return cls(prompts, lengths)
-
-    @property
-    def useful_tokens(self) -> int:
-        return sum(map(sum, self.lengths))
-
-    @property
-    def longest(self) -> int:
-        return max(map(max, self.lengths))
-
-
-def ours(engine: Engine, work: Workload, share: bool = True) -> Callable[[], list[list[int]]]:
+def ours(engine: Engine, work: Lengths, share: bool = True) -> Callable[[], list[list[int]]]:
     """Return a call that runs the workload on our engine and gives the number of tokens of every
     sample.
 
@@ -127,7 +84,7 @@ def ours(engine: Engine, work: Workload, share: bool = True) -> Callable[[], lis
     """
     length_of: dict[tuple[str, int], int] = {}
     requests = []
-    for i, (prompt, lengths) in enumerate(zip(work.prompts, work.lengths, strict=True)):
+    for i, (prompt, lengths) in enumerate(zip(work.prompts, work.tokens, strict=True)):
         for j, group in enumerate([lengths] if share else [[length] for length in lengths]):
             length_of.update({(f"{i}.{j}", sample): length for sample, length in enumerate(group)})
             requests.append(
@@ -163,13 +120,10 @@ def ours(engine: Engine, work: Workload, share: bool = True) -> Callable[[], lis
 
     def run() -> list[list[int]]:
         engine.pool.clear_prefixes()  # every round prefills its prompts
-        engine.runner.run = scripted  # type: ignore[method-assign]
-        try:
+        with patch.object(engine.runner, "run", scripted):
             groups = engine.generate(requests)
-        finally:
-            engine.runner.run = draw  # type: ignore[method-assign]
         counts = iter([len(rollout.token_ids) for group in groups for rollout in group.rollouts])
-        return [[next(counts) for _ in lengths] for lengths in work.lengths]
+        return [[next(counts) for _ in lengths] for lengths in work.tokens]
 
     return run
 
@@ -184,11 +138,11 @@ class EndAtLength(StoppingCriteria):
         return input_ids.shape[1] - self.prompt_tokens >= self.lengths_B
 
 
-def transformers_generate(model: Any, work: Workload) -> Callable[[], int]:
+def transformers_generate(model: Any, work: Lengths) -> Callable[[], int]:
     """Return a call that runs the workload with `generate` and gives the tokens of its longest
     row."""
     prompts_BT = torch.tensor(work.prompts)
-    lengths_B = torch.tensor(work.lengths).flatten()
+    lengths_B = torch.tensor(work.tokens).flatten()
     stop = StoppingCriteriaList([EndAtLength(lengths_B, prompts_BT.shape[1])])
 
     def run() -> int:
@@ -200,7 +154,7 @@ def transformers_generate(model: Any, work: Workload) -> Callable[[], int]:
                 top_k=0,
                 top_p=1.0,
                 temperature=1.0,
-                num_return_sequences=len(work.lengths[0]),
+                num_return_sequences=len(work.tokens[0]),
                 max_new_tokens=work.longest,
                 stopping_criteria=stop,
                 eos_token_id=None,
@@ -215,7 +169,7 @@ def transformers_generate(model: Any, work: Workload) -> Callable[[], int]:
 def compare(
     name: str,
     config: dict[str, Any],
-    work: Workload,
+    work: Lengths,
     rounds: int,
     targets: Targets,
 ) -> list[Row]:
@@ -227,7 +181,7 @@ def compare(
             folder, dtype=torch.float32, attn_implementation="sdpa"
         ).eval()
         master = hf.load(folder, "cpu")
-    cache_tokens = sum(map(len, work.lengths)) * (len(work.prompts[0]) + work.longest + 16)
+    cache_tokens = sum(map(len, work.tokens)) * (len(work.prompts[0]) + work.longest + 16)
     engines = {
         weights: Engine(master, weights, device="cpu", cache_tokens=cache_tokens)
         for weights in ("fp32", "bf16", "int8", *FOUR_BITS)
@@ -237,18 +191,16 @@ def compare(
         **{weights: ours(engine, work) for weights, engine in engines.items()},
         "unshared": ours(engines["fp32"], work, share=False),
     }
-    transformers_generate(
-        peer, replace(work, lengths=[[4] * len(row) for row in work.lengths])
-    )()  # warm-up
+    transformers_generate(peer, work.cut(4))()  # warm-up
     for side, run in contestants.items():
-        assert side == "transformers" or run() == work.lengths, (
+        assert side == "transformers" or run() == work.tokens, (
             f"the {side} engine did not keep to the lengths"
         )
     seconds = interleave(contestants, rounds)
 
     def row(title: str, side: str, other: str, *target: float | None) -> Row:
         ours, peer = seconds[side], seconds[other]
-        return speed_row(f"{name}: {title}", work.useful_tokens, "tokens/s", ours, peer, *target)
+        return speed_row(f"{name}: {title}", work.total, "tokens/s", ours, peer, *target)
 
     return [
         row("fp32 engine / transformers fp32", "fp32", "transformers", targets.peer),
@@ -283,7 +235,7 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     rows: list[Row] = []
     for name in args.model:
-        work = Workload.lognormal(MODELS[name]["vocab_size"])
+        work = Lengths.drawn(MODELS[name]["vocab_size"], 48, 1.0, 384, rollouts=64, prompt=64)
         rows += compare(name, MODELS[name], work, args.rounds, TARGETS[name])
     title = f"Engine, {args.threads} threads, 64 sequences, 8 a prompt"
     return finish(title, "engine", rows, args.out, rounds=args.rounds)

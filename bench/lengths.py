@@ -34,7 +34,7 @@ WARM_UP = 24  # tokens of a rollout
 
 @dataclass(frozen=True)
 class Lengths:
-    """Prompts, and the tokens of each rollout."""
+    """Prompts of equal length, and the tokens of each rollout of each."""
 
     prompts: list[list[int]]
     tokens: list[list[int]]
@@ -48,8 +48,9 @@ class Lengths:
         longest: int,
         rollouts: int,
         shrink: int = 1,
+        prompt: int = PROMPT,
     ) -> Lengths:
-        """Draw prompts and log-normal lengths, which are divided by `shrink`."""
+        """Draw prompts of so many tokens and log-normal lengths, which are divided by `shrink`."""
         dice = random.Random(0)
 
         def length() -> int:
@@ -57,7 +58,7 @@ class Lengths:
             return min(longest, max(shrink, drawn)) // shrink
 
         prompts = [
-            [dice.randrange(2, vocab_size) for _ in range(PROMPT)] for _ in range(rollouts // GROUP)
+            [dice.randrange(2, vocab_size) for _ in range(prompt)] for _ in range(rollouts // GROUP)
         ]
         return cls(prompts, [[length() for _ in range(GROUP)] for _ in prompts])
 
@@ -68,6 +69,10 @@ class Lengths:
     @property
     def total(self) -> int:
         return sum(map(sum, self.tokens))
+
+    @property
+    def longest(self) -> int:
+        return max(map(max, self.tokens))
 
     def cache_tokens(self) -> int:
         """Return the KV positions that hold every rollout at its full length, with its prompt
@@ -85,8 +90,7 @@ def run(engine: Engine, work: Lengths) -> int:
     for sample in (slice(0, 1), slice(1, None)):
         for i, (ids, counts) in enumerate(zip(work.prompts, work.tokens, strict=True)):
             for j, count in list(enumerate(counts))[sample]:
-                length = {"max_tokens": count, "min_tokens": count, "ignore_eos": True}
-                engine.add(Request(ids, seed=7, id=f"{i}.{j}", **length))
+                engine.add(Request(ids, max_tokens=count, ignore_eos=True, seed=7, id=f"{i}.{j}"))
         made += _tokens(engine.step())
     while engine.has_work:
         made += _tokens(engine.step())
@@ -103,8 +107,8 @@ def rows(model: str, device: torch.device, rounds: int = 2) -> list[Row]:
     """Return a row a workload."""
     config = SHAPES[model]
     works = {
-        name: Lengths.drawn(config["vocab_size"], *law, ROLLOUTS, shrink)
-        for name, (*law, shrink) in SIZES.items()
+        name: Lengths.drawn(config["vocab_size"], median, sigma, longest, ROLLOUTS, shrink)
+        for name, (median, sigma, longest, shrink) in SIZES.items()
     }
     options: dict[str, Any] = {
         "max_batch": ROLLOUTS,
@@ -129,4 +133,5 @@ def compare(title: str, engines: dict[str, Engine], work: Lengths, rounds: int) 
         run(engine, work.cut(WARM_UP))
     say(f"{title}: {work.total} tokens")
     runs = {name: partial(run, engine, work) for name, engine in engines.items()}
-    return speed_row(title, work.total, "tokens/s", *interleave(runs, rounds).values())
+    ours, peer = interleave(runs, rounds).values()
+    return speed_row(title, work.total, "tokens/s", ours, peer)

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from bench import harness
-from bench.engine import MODELS, STOP, Targets, Workload, compare, ours
+from bench.engine import MODELS, STOP, Targets, compare, ours
+from bench.lengths import Lengths
 from lowroll import Engine
 from lowroll.model import initialize
 from lowroll.model.spec import spec_from_config
@@ -28,30 +29,20 @@ TINY = {
     "head_dim": 16,
     "vocab_size": 61,
 }
-WORK = Workload([[5, 6, 7, 8, 9], [9, 8, 7, 6, 5]], [[1, 7], [4, 2]])
+WORK = Lengths([[5, 6, 7, 8, 9], [9, 8, 7, 6, 5]], [[1, 7], [4, 2]])
 
 
 def test_lengths_are_lognormal_and_seeded() -> None:
-    work = Workload.lognormal(1000, num_prompts=500, samples=8, prompt_tokens=3, most=384, seed=4)
-    lengths = [length for row in work.lengths for length in row]
-    assert len(work.prompts) == len(work.lengths) == 500 and {len(row) for row in work.lengths} == {
-        8
-    }
+    work = Lengths.drawn(1000, 48, 1.0, 384, rollouts=4000, prompt=3)
+    lengths = [length for row in work.tokens for length in row]
+    assert len(work.prompts) == len(work.tokens) == 500 and {len(row) for row in work.tokens} == {8}
     assert 45 < statistics.median(lengths) < 51 and min(lengths) >= 1
-    assert max(lengths) == work.longest == 384
+    assert max(lengths) == work.longest == 384 and work.total == sum(lengths)
     quarter, three_quarters = statistics.quantiles(lengths, n=4)[::2]
-    assert three_quarters / quarter == pytest.approx(
-        3.85, rel=0.1
-    )  # exp(2 * 0.6745 * sigma), sigma = 1
+    # exp(2 * 0.6745 * sigma), sigma = 1
+    assert three_quarters / quarter == pytest.approx(3.85, rel=0.1)
     assert all(STOP < token < 1000 for prompt in work.prompts for token in prompt)
-    assert work.useful_tokens == sum(lengths)
-    assert work == Workload.lognormal(
-        1000, num_prompts=500, samples=8, prompt_tokens=3, most=384, seed=4
-    )
-    assert (
-        work.lengths
-        != Workload.lognormal(1000, num_prompts=500, samples=8, prompt_tokens=3, seed=5).lengths
-    )
+    assert work == Lengths.drawn(1000, 48, 1.0, 384, rollouts=4000, prompt=3)
 
 
 @pytest.mark.slow
@@ -65,10 +56,10 @@ def test_every_sample_keeps_to_its_length(share: bool) -> None:
     run = ours(engine, WORK, share)
     for _ in range(2):  # the second round prefills its prompts again
         fed.clear()
-        assert run() == WORK.lengths
+        assert run() == WORK.tokens
         # each prompt token once a group or once a sample, and of each response all but the last
         # token
-        assert sum(fed) == (10 if share else 20) + WORK.useful_tokens - 4
+        assert sum(fed) == (10 if share else 20) + WORK.total - 4
 
 
 @pytest.mark.slow
