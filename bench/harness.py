@@ -22,9 +22,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import date
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from rich.console import Console
@@ -36,7 +37,7 @@ from lowroll.model.device import pick_device
 BASELINES = Path(__file__).parent / "baselines"
 RESULTS = Path(__file__).parent / "results"
 KIND = ("gpu", "driver", "cpu", "torch", "lowroll")  # what rows of one file have in common
-
+T = TypeVar("T")
 
 Goal = Literal["ratio at least", "ratio at most", "ours at least", "ours at most"]
 
@@ -91,14 +92,25 @@ def interleave(
     contestants: Mapping[str, Callable[[], object]], rounds: int
 ) -> dict[str, list[float]]:
     """Run contestants, which are warm, in turns; return the seconds of each in every round."""
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for i in range(rounds):
-        for name, run in contestants.items():
-            began = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - began)
-            print(f"round {i + 1} of {rounds}, {name}: {seconds[name][-1]:.2f} s", file=sys.stderr)
-    return seconds
+
+    def seconds(run: Callable[[], object]) -> float:
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
+
+    return in_turns({name: partial(seconds, run) for name, run in contestants.items()}, rounds)
+
+
+def in_turns(
+    sides: Mapping[str, Callable[[], T]], rounds: int, warm: int = 0, title: str = ""
+) -> dict[str, list[T]]:
+    """Run sides in turns; return what each said in every round after the `warm` first."""
+    told: dict[str, list[T]] = {name: [] for name in sides}
+    for i in range(warm + rounds):
+        for name, run in sides.items():
+            told[name].append(run())
+            say(f"{title}round {i + 1} of {warm + rounds}, {name}: {told[name][-1]}")
+    return {name: found[warm:] for name, found in told.items()}
 
 
 def speed_row(

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from bench.harness import BASELINES, Row, finish, parser_of, say, speed_row
+from bench.harness import BASELINES, Row, finish, in_turns, parser_of, say, speed_row
 from bench.peer import Peer
 from bench.samples import batch_of, random_ids
 from bench.worker import channel, orders, resident
@@ -179,20 +179,16 @@ def measure(args: argparse.Namespace) -> list[Row]:
             "ours": stack.enter_context(Side(args, "ours")),
             "peer": stack.enter_context(Side(args, "peer", setting=best_setting(args))),
         }
-        taken: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
-        for i in range(args.rounds + WARM):
-            for name, side in sides.items():
-                found = side.step()
-                say(f"round {i}, {name} ({side.told}): {found}")
-                taken[name] += [found] if i >= WARM else []
-        note = f"ours: {sides['ours'].told}; peer: {sides['peer'].told}"
+        taken = in_turns({name: side.step for name, side in sides.items()}, args.rounds, WARM)
+        note = "; ".join(f"{name}: {side.told}" for name, side in sides.items())
     title = (
         f"{args.model.name} LoRA r{RANK}, {args.rows} x {args.length} tokens, float32, "
         f"peer within {args.bound:g} GB"
     )
     peaks = {name: max(one["peak"] for one in steps) / 1e9 for name, steps in taken.items()}
-    seconds, spent = (
-        [[one[key] for one in steps] for steps in taken.values()] for key in ("seconds", "cpu")
+    clock, spent = (
+        {name: [one[key] for one in steps] for name, steps in taken.items()}
+        for key in ("seconds", "cpu")
     )
     return [
         Row(
@@ -205,8 +201,10 @@ def measure(args: argparse.Namespace) -> list[Row]:
             goal="ours at most",
             note=note,
         ),
-        speed_row(f"{title}: clock", tokens, "tokens/s", *seconds, must=MUST),
-        speed_row(f"{title}: processor", tokens, "tokens/s of a core", *spent),
+        speed_row(f"{title}: clock", tokens, "tokens/s", clock["ours"], clock["peer"], MUST),
+        speed_row(
+            f"{title}: processor", tokens, "tokens/s of a core", spent["ours"], spent["peer"]
+        ),
     ]
 
 

@@ -19,14 +19,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.harness import BASELINES, Row, SomeOf, finish, parser_of, released, say, speed_row
+from bench.harness import BASELINES, Row, SomeOf, finish, in_turns, parser_of, released, speed_row
 from bench.peer import Peer, PeerFailed
 from bench.samples import random_ids
 from lowroll import Engine, Request
@@ -62,11 +64,8 @@ def decode(engine: Engine, prompts: list[list[int]], new_tokens: int) -> Turn:
     return turn
 
 
-def peer(args: Any, rows: int, eight_bits: bool) -> Peer | None:
-    """Return llama.cpp in a process, or None without LOWROLL_LLAMA_PYTHON."""
-    python = os.environ.get("LOWROLL_LLAMA_PYTHON")
-    if not python:
-        return None
+def peer(python: str, args: Any, rows: int, eight_bits: bool) -> Peer:
+    """Return llama.cpp in a process of a Python that has it."""
     settings = {
         "gguf": str(args.gguf),
         "quantize": eight_bits,
@@ -90,19 +89,19 @@ def compare(args: Any, format: str, rows: int) -> list[Row]:
     )
     prompts = random_ids(engine.spec.vocab_size, rows, args.prompt).tolist()
     order = {"prompts": prompts, "new_tokens": args.new}
-    turns: dict[str, list[Turn]] = {"ours": [], "peer": []}
+    sides: dict[str, Callable[[], Turn]] = {"ours": partial(decode, engine, prompts, args.new)}
+    rounds = partial(in_turns, rounds=args.rounds, warm=WARM, title=f"{format}, {rows} rows, ")
     note = "llama.cpp: LOWROLL_LLAMA_PYTHON names no Python"
     with ExitStack() as stack:
         try:
-            other = peer(args, rows, FORMATS[format])
-            stack.enter_context(other or nullcontext())
-            for i in range(args.rounds + WARM):
-                for name, turn in _turns(engine, prompts, args.new, other, order):
-                    say(f"{format}, {rows} rows, round {i}, {name}: {dict(turn)}")
-                    turns[name] += [turn] if i >= WARM else []
-            note = note if other is None else ""
+            if python := os.environ.get("LOWROLL_LLAMA_PYTHON"):
+                other = stack.enter_context(peer(python, args, rows, FORMATS[format]))
+                sides["peer"] = partial(other.ask, order, "a turn of llama.cpp", CALL_S)
+                note = ""
+            turns = rounds(sides)
         except PeerFailed as error:
-            note, turns["peer"] = f"llama.cpp: {error}", []
+            note = f"llama.cpp: {error}"
+            turns = rounds({"ours": sides["ours"]})
     bits = "Q8_0" if FORMATS[format] else "the file's own"
     title = f"{Path(args.gguf).stem} {format} over llama.cpp ({bits}), {rows} rows"
     tokens = rows * (args.new - 1)
@@ -115,14 +114,6 @@ def compare(args: Any, format: str, rows: int) -> list[Row]:
     ]
 
 
-def _turns(
-    engine: Engine, prompts: list[list[int]], new: int, other: Peer | None, order: dict[str, Any]
-) -> Iterator[tuple[str, Turn]]:
-    if other is not None:
-        yield "peer", other.ask(order, "a turn of llama.cpp", CALL_S)
-    yield "ours", decode(engine, prompts, new)
-
-
 def _row(
     name: str,
     tokens: int,
@@ -132,11 +123,9 @@ def _row(
     aim: float | None,
     note: str,
 ) -> Row:
-    ours, theirs = ([turn[key] for turn in turns[side]] for side in ("ours", "peer"))
-    if not ours:
-        return Row(name, unit, None, aim=aim, note=note)
+    ours, theirs = ([turn[key] for turn in turns.get(side, ())] for side in ("ours", "peer"))
     found = speed_row(name, tokens, unit, ours, theirs or None, aim=aim)
-    return Row(**{**vars(found), "note": note})
+    return replace(found, note=note)
 
 
 def main() -> int:

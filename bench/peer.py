@@ -16,7 +16,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 ROOT = str(Path(__file__).parents[1])
 START_S = 420.0  # seconds to import, make the weights, compile and capture the graphs
@@ -111,7 +111,7 @@ class Peer:
             self._process.kill()
             self._process.wait(CLOSE_S)
 
-    def __enter__(self) -> Peer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -35,6 +35,7 @@ from bench.harness import (
     Row,
     SomeOf,
     finish,
+    in_turns,
     parser_of,
     release,
     say,
@@ -56,6 +57,7 @@ from lowroll.weights import aligned
 RANK, ALPHA, RATE = 16, 32.0, 1e-5
 STEPS = 3  # timed steps of a turn
 Bounds = tuple[float | None, float | None]  # must and aim
+Build = Callable[[], Callable[[], object]]  # a side's step
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ def peer(job: Job, setting: PeerSetting) -> Callable[[], object]:
     return step
 
 
-def turn(build: Callable[[], Callable[[], object]], steps: int, on_cuda: bool) -> Turn:
+def turn(build: Build, steps: int, on_cuda: bool) -> Turn:
     """Build a side, warm it up, time its steps, and forget it."""
     release()
     if on_cuda:
@@ -210,17 +212,12 @@ def fitting(job: Job) -> dict[PeerSetting, Turn]:
     return found
 
 
-def in_turns(
-    job: Job, builds: dict[str, Callable[[], Callable[[], object]]], rounds: int, steps: int
-) -> dict[str, list[Turn]]:
+def turns(job: Job, builds: Mapping[str, Build], rounds: int, steps: int) -> dict[str, list[Turn]]:
     """Return the turns of each side."""
-    sides: dict[str, list[Turn]] = {side: [] for side in builds}
-    for number in range(rounds):
-        for side, build in builds.items():
-            sides[side].append(turn(build, steps, job.device == "cuda"))
-        told = [f"{side} {job.tokens / turns[-1].seconds:,.0f}" for side, turns in sides.items()]
-        say(f"{job.title}: round {number + 1} of {rounds}: {', '.join(told)} tokens/s")
-    return sides
+    sides = {
+        side: partial(turn, build, steps, job.device == "cuda") for side, build in builds.items()
+    }
+    return in_turns(sides, rounds, title=f"{job.title}, ")
 
 
 def compare(
@@ -233,9 +230,9 @@ def compare(
     """Run all sides in turns; return the rows of speed and, on CUDA, of memory."""
     tried = fitting(job)
     fastest = min(tried, key=lambda s: tried[s].seconds)
-    builds = {**ours_both(job), "peer": partial(peer, job, fastest)}
-    sides = in_turns(job, builds, rounds, steps)
-    seconds = {side: [t.seconds for t in turns] for side, turns in sides.items()}
+    builds = ours_both(job) | {"peer": partial(peer, job, fastest)}
+    sides = turns(job, builds, rounds, steps)
+    seconds = {side: [t.seconds for t in found] for side, found in sides.items()}
     whose = f"transformers{' + PEFT' if job.lora else ''} ({fastest})"
     rows = [
         speed_row(
@@ -272,15 +269,15 @@ def compare(
     return rows
 
 
-def ours_both(job: Job) -> dict[str, Callable[[], Callable[[], object]]]:
+def ours_both(job: Job) -> dict[str, Build]:
     """Return ours in fp8 and dense."""
     return {"ours": partial(ours, job), "fp8": partial(ours, replace(job, fp8=True))}
 
 
 def ours_alone(job: Job, rounds: int, steps: int, must: Bounds) -> list[Row]:
     """Return the row of ours in fp8 and dense in turns."""
-    sides = in_turns(job, ours_both(job), rounds, steps)
-    return [low_bit(job, {side: [t.seconds for t in turns] for side, turns in sides.items()}, must)]
+    sides = turns(job, ours_both(job), rounds, steps)
+    return [low_bit(job, {side: [t.seconds for t in found] for side, found in sides.items()}, must)]
 
 
 def low_bit(job: Job, seconds: Mapping[str, list[float]], must: Bounds) -> Row:
