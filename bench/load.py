@@ -8,11 +8,10 @@ Each order
 is a call of /v1/completions for every prompt, `concurrency` at a time, answered by
 
     {"began": ..., "seconds": ..., "tokens": ..., "errors": 0, "error": "",
-     "requests": [[sent, first, last, tokens, gap, gap_at], ...]}
+     "gaps": [[seconds, end], ...]}
 
-in seconds: of the machine's clock (`time.perf_counter`) when the first was sent, and since then
-when each was sent, when its first and its last token came, how many it got, and the longest gap
-between two reads with the time of its end. Without streaming, first and last are the answer's.
+began: when the first was sent, by the machine's clock (`time.perf_counter`); gaps: of each stream the
+longest between two reads, with the time of its end.
 """
 
 from __future__ import annotations
@@ -30,18 +29,15 @@ from bench.worker import channel, orders
 
 CALL_S = 300.0
 JSON = {"Content-Type": "application/json"}
-Told = tuple[float, float, float, int, float, float]
 
 
 @dataclass
 class Stream:
-    """What one call has got."""
+    """What one call has got. gap: the longest between two reads, in seconds; gap_at: when it ended."""
 
-    sent: float
-    first: float | None = None
-    last: float = 0.0
-    gap: float = 0.0  # longest, between two reads
-    gap_at: float = 0.0  # when it ended
+    last: float | None = None
+    gap: float = 0.0
+    gap_at: float = 0.0
     tail: bytes = b""
     said: list[bytes] = field(default_factory=list)  # events without a token: usage
 
@@ -56,9 +52,7 @@ class Stream:
                 self.said.append(event)
         if not drawn:
             return
-        if self.first is None:
-            self.first = now
-        elif now - self.last > self.gap:
+        if self.last is not None and now - self.last > self.gap:
             self.gap, self.gap_at = now - self.last, now
         self.last = now
 
@@ -71,29 +65,9 @@ class Stream:
         raise ValueError(f"the stream ended without usage: {self.tail[:200]!r} {self.said[-1:]}")
 
 
-async def streamed(response: aiohttp.ClientResponse, sent: float) -> Told:
-    """Read a stream to its end."""
-    stream = Stream(sent)
-    async for data in response.content.iter_any():
-        stream.take(data, time.perf_counter())
-    tokens = stream.tokens()
-    first = stream.last if stream.first is None else stream.first
-    return sent, first, stream.last, tokens, stream.gap, stream.gap_at
-
-
-@dataclass(frozen=True)
-class Whole:
-    """An answer as it was read."""
-
-    sent: float
-    now: float
-    data: bytes
-
-
-def told_by(answer: Whole, n: int) -> Told:
-    """Return what was read, after all have been. ValueError unless each choice has its ids and
-    log-probs."""
-    choices = json.loads(answer.data)["choices"]
+def tokens_of(answer: bytes, n: int) -> int:
+    """Return the tokens of an answer. ValueError unless each choice has its ids and log-probs."""
+    choices = json.loads(answer)["choices"]
     if len(choices) != n:
         raise ValueError(f"{len(choices)} choices instead of {n}")
     tokens = 0
@@ -103,25 +77,28 @@ def told_by(answer: Whole, n: int) -> Told:
         if len(packed["logprobs"]) != 8 * count:
             raise ValueError(f"{count} token ids and other than {count} log-probs")
         tokens += count
-    return answer.sent, answer.now, answer.now, tokens, 0.0, 0.0
+    return tokens
 
 
-async def call(session: aiohttp.ClientSession, url: str, body: bytes, stream: bool) -> Told | Whole:
-    """Make one call. ValueError for an answer that is none."""
-    sent = time.perf_counter()
+async def call(
+    session: aiohttp.ClientSession, url: str, body: bytes, stream: bool
+) -> Stream | bytes:
+    """Make one call; return its stream, or its whole answer. ValueError for an answer that is none."""
     async with session.post(f"{url}/v1/completions", data=body, headers=JSON) as response:
         if response.status != 200:
             raise ValueError(f"{response.status}: {(await response.text())[:300]}")
-        if stream:
-            return await streamed(response, sent)
-        data = await response.read()
-        return Whole(sent, time.perf_counter(), data)
+        if not stream:
+            return await response.read()
+        found = Stream()
+        async for data in response.content.iter_any():
+            found.take(data, time.perf_counter())
+        return found
 
 
 async def run(session: aiohttp.ClientSession, order: dict[str, Any]) -> dict[str, Any]:
-    """Make the calls of an order; what is said of them. Bodies are written before, and whole
-    answers read after the time that is taken."""
-    asked, answers, errors = order["body"], list[Told | Whole](), list[str]()
+    """Make the calls of an order. Bodies are written before, and answers read after the time that is
+    taken."""
+    asked, answers, errors = order["body"], list[Stream | bytes](), list[str]()
     waiting = iter([json.dumps(asked | {"prompt": prompt}).encode() for prompt in order["prompts"]])
 
     async def one() -> None:
@@ -133,27 +110,23 @@ async def run(session: aiohttp.ClientSession, order: dict[str, Any]) -> dict[str
 
     began = time.perf_counter()
     await asyncio.gather(*(one() for _ in range(order["concurrency"])))
-    seconds = time.perf_counter() - began
-    told = []
+    seconds, tokens = time.perf_counter() - began, 0
     for answer in answers:
         try:
-            n = asked.get("n", 1)
-            told.append(told_by(answer, n) if isinstance(answer, Whole) else answer)
+            if isinstance(answer, Stream):
+                tokens += answer.tokens()
+            else:
+                tokens += tokens_of(answer, asked.get("n", 1))
         except (ValueError, KeyError) as error:
             errors.append(f"{type(error).__name__}: {error}")
     return {
         "began": began,
         "seconds": seconds,
-        "tokens": sum(one[3] for one in told),
+        "tokens": tokens,
         "errors": len(errors),
         "error": errors[0] if errors else "",
-        "requests": [_since(began, one) for one in told],
+        "gaps": [[one.gap, one.gap_at] for one in answers if isinstance(one, Stream)],
     }
-
-
-def _since(began: float, told: Told) -> Told:
-    sent, first, last, tokens, gap, gap_at = told
-    return sent - began, first - began, last - began, tokens, gap, gap_at - began
 
 
 async def main() -> None:

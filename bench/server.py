@@ -13,7 +13,7 @@ Clients are a process of their own (`bench.load`), so they take no time from the
 
     python -m bench.server [--model NAME] [--formats bf16] [--concurrency 1,16,64,256]
                            [--batches 64,256] [--rounds 2] [--parts vllm rollout update] [--peer vllm|none]
-                           [--client vllm|own] [--out FOLDER]
+                           [--out FOLDER]
 
 On a CPU `--model demo --peer none` measures the second and third part. vLLM 0.24.0 needs an
 installation of its own (docs/benchmarks.md). Rows are added to `server.json`, those of a CPU to
@@ -32,7 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ from bench.harness import (
     Row,
     SomeOf,
     device_of,
+    in_turns,
     parser_of,
     released,
     say,
@@ -82,13 +83,14 @@ LONG = {"cuda": 512, "cpu": 128}  # tokens of each
 SLACK = 8e9  # bytes that vLLM may take beside weights and cache
 MEASURED = ("requests a second", "time to first token", "time of a token")
 UNITS = ("requests/s", "ms", "ms")
+STREAMED: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 @dataclass(frozen=True)
 class Seen:
     """Requests a second that the clients of a run saw, and means over the requests in ms.
 
-    gap: between two parts of a stream, the 99th percentile (our own client's: the longest).
+    gap: between two parts of a stream, the 99th percentile.
     """
 
     rate: float
@@ -99,20 +101,6 @@ class Seen:
     @property
     def values(self) -> tuple[float, float, float]:
         return self.rate, self.first, self.token
-
-
-def seen(answer: Mapping[str, Any], new_tokens: int) -> Seen:
-    """Return what an answer of `bench.load` says. PeerFailed when a request failed or is short."""
-    check(answer)
-    calls = answer["requests"]
-    if any(tokens != new_tokens for _, _, _, tokens, *_ in calls):
-        raise PeerFailed(f"a response has other than {new_tokens} tokens")
-    return Seen(
-        len(calls) / answer["seconds"],
-        statistics.fmean(first - sent for sent, first, *_ in calls) * 1e3,
-        statistics.fmean((last - first) / (n - 1) for _, first, last, n, *_ in calls) * 1e3,
-        max(call[4] for call in calls) * 1e3,
-    )
 
 
 def check(answer: Mapping[str, Any]) -> None:
@@ -189,18 +177,6 @@ class Side:
         order["body"] = {"model": self.model, "temperature": 1.0, "ignore_eos": True, **body}
         return self.client.ask(order, f"{len(prompts)} requests", 300.0)
 
-    def stream(self, url: str, count: int, concurrency: int, seed: int) -> Seen:
-        """Send texts by our client and read streams."""
-        answer = self.ask(
-            url,
-            self.texts(count, PROMPT, seed),
-            concurrency,
-            max_tokens=NEW,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-        return seen(answer, NEW)
-
 
 @contextmanager
 def side(args: argparse.Namespace, format: str, folder: Path) -> Iterator[Side]:
@@ -266,107 +242,65 @@ def requests(concurrency: int) -> int:
     return max(8, min(4 * concurrency, 768))
 
 
-Measure = Callable[[str, int, int], Seen]  # url, concurrency, seed
-
-
-def own_client(ours: Side) -> Measure:
-    def measure(url: str, concurrency: int, seed: int) -> Seen:
-        return ours.stream(url, requests(concurrency), concurrency, seed)
-
-    return measure
-
-
-def vllm_client(ours: Side, client: Peer) -> Measure:
-    """Return a measurement by vLLM's own client, of random texts made by the model's tokenizer."""
-
-    def measure(url: str, concurrency: int, seed: int) -> Seen:
-        count = requests(concurrency)
-        words = (
-            f"--backend openai --base-url {url} --endpoint /v1/completions --model {ours.model} "
-            f"--dataset-name random --random-input-len {PROMPT} --random-output-len {NEW} "
-            f"--num-prompts {count} --max-concurrency {concurrency} --seed {seed} --ignore-eos "
-            f"--temperature 1.0 --disable-tqdm --percentile-metrics ttft,tpot,itl"
-        )
-        order = {"arguments": [*words.split(), "--tokenizer", str(ours.folder)]}
-        return seen_by_vllm(client.ask(order, f"{count} requests of vLLM's", 300.0), count, NEW)
-
-    return measure
+def vllm_client(ours: Side, client: Peer, url: str, concurrency: int, seed: int) -> Seen:
+    """Measure a server by vLLM's own client, with random texts made by the model's tokenizer."""
+    count = max(8, min(4 * concurrency, 768))  # some waves of requests
+    words = (
+        f"--backend openai --base-url {url} --endpoint /v1/completions --model {ours.model} "
+        f"--dataset-name random --random-input-len {PROMPT} --random-output-len {NEW} "
+        f"--num-prompts {count} --max-concurrency {concurrency} --seed {seed} --ignore-eos "
+        f"--temperature 1.0 --disable-tqdm --percentile-metrics ttft,tpot,itl"
+    )
+    order = {"arguments": [*words.split(), "--tokenizer", str(ours.folder)]}
+    return seen_by_vllm(client.ask(order, f"{count} requests of vLLM's", 300.0), count, NEW)
 
 
 def beside_vllm(
-    ours: Side, vllm: VllmServer | None, args: argparse.Namespace, store: Callable[..., None]
+    ours: Side, vllm: VllmServer, args: argparse.Namespace, store: Callable[..., None]
 ) -> None:
-    """Measure what clients see of both servers, in turns, at every concurrency; of ours alone where
-    vLLM's does not run."""
-    servers, why, known = {"ours": ours.served.url}, "vLLM: not asked for", {}
-    if vllm is not None:
-        try:
-            say(f"vLLM serves after {vllm.wait():.0f} s")
-            servers["vLLM"], known = vllm.url, {"vllm": vllm.version}
-        except PeerFailed as error:
-            why = f"vLLM: not run ({error})"
-            say(why)
-    if "vLLM" in servers:
-        warm(ours, servers["vLLM"])
-    with ExitStack() as stack:
-        measure, client = own_client(ours), "our own client"
-        if args.client == "vllm" and len(servers) == 2:
-            command = [*vllm_command(args.vllm_python), "clients"]
-            environment = vllm_environment(vllm_path(args.vllm_path))
-            peer = stack.enter_context(Peer({}, command, environment))
-            measure, client = vllm_client(ours, peer), "vllm bench serve"
+    """Measure what clients see of both servers, in turns, at every concurrency."""
+    say(f"vLLM serves after {vllm.wait():.0f} s")
+    warm(ours, vllm.url)
+    command = [*vllm_command(args.vllm_python), "clients"]
+    with Peer({}, command, vllm_environment(vllm_path(args.vllm_path))) as client:
         for concurrency in args.concurrency:
-            seen: dict[str, list[Seen]] = {name: [] for name in servers}
-            for i in range(args.rounds):
-                for name, url in servers.items():
-                    seen[name].append(measure(url, concurrency, 1000 + i))
-                    say(f"C={concurrency} {name}: {tell(seen[name][-1])}")
-            note = f"by {client}" + ("" if len(servers) == 2 else f"; {why}")
-            store(over_vllm(ours, concurrency, seen["ours"], seen.get("vLLM"), note), **known)
+
+            def of(url: str, concurrency: int = concurrency) -> Callable[[], Seen]:
+                seeds = itertools.count(1000)
+                return lambda: vllm_client(ours, client, url, concurrency, next(seeds))
+
+            sides = {"ours": of(ours.served.url), "vLLM": of(vllm.url)}
+            seen = in_turns(sides, args.rounds, title=f"C={concurrency} ")
+            store(over_vllm(ours, concurrency, seen["ours"], seen["vLLM"]), vllm=vllm.version)
 
 
 def warm(ours: Side, url: str) -> None:
     """Send the first requests, which may compile."""
     for concurrency in (1, 32):
-        ours.stream(url, 2 * concurrency, concurrency, seed=1)
+        texts = ours.texts(2 * concurrency, PROMPT, seed=1)
+        check(ours.ask(url, texts, concurrency, max_tokens=NEW, **STREAMED))
 
 
-def tell(one: Seen) -> str:
-    return (
-        f"{one.rate:.2f} requests/s, first token {one.first:.1f} ms, {one.token:.2f} ms a token, "
-        f"gaps to {one.gap:.1f} ms"
-    )
-
-
-def over_vllm(
-    ours: Side, concurrency: int, mine: list[Seen], theirs: list[Seen] | None, note: str
-) -> list[Row]:
+def over_vllm(ours: Side, concurrency: int, mine: list[Seen], theirs: list[Seen]) -> list[Row]:
     """Return a row for each quantity; a ratio is how many times better ours is."""
+    gaps = (f"{statistics.median(one.gap for one in seen):.0f}" for seen in (mine, theirs))
+    note = "by vllm bench serve; gaps {} ms, vLLM's {}".format(*gaps)
     rows = []
     for i, what in enumerate(MEASURED):
-        row = Row(
-            over_vllm_server(ours.model, ours.format, concurrency, what),
-            UNITS[i],
-            statistics.median(one.values[i] for one in mine),
-            note=f"{note}; gaps {_gaps(mine)} ms",
-        )
-        if theirs is not None:
-            pairs = [(a.values[i], b.values[i]) for a, b in zip(mine, theirs, strict=True)]
-            better = [a / b if i == 0 else b / a for a, b in pairs]
-            row = replace(
-                row,
-                peer=statistics.median(b for _, b in pairs),
-                ratio=statistics.median(better),
-                spread=(min(better), max(better)),
-                note=f"{row.note}, vLLM's {_gaps(theirs)}",
+        own, peers = ([one.values[i] for one in seen] for seen in (mine, theirs))
+        better = [a / b if i == 0 else b / a for a, b in zip(own, peers, strict=True)]
+        rows.append(
+            Row(
+                over_vllm_server(ours.model, ours.format, concurrency, what),
+                UNITS[i],
+                statistics.median(own),
+                statistics.median(peers),
+                statistics.median(better),
+                (min(better), max(better)),
+                note=note,
             )
-        rows.append(row)
+        )
     return rows
-
-
-def _gaps(seen: list[Seen]) -> str:
-    """Return the median of the gaps between two parts of a stream."""
-    return f"{statistics.median(one.gap for one in seen):.0f}"
 
 
 # -- against the engine without a server -----------------------------------------------------------
@@ -468,8 +402,7 @@ def gap(ours: Side, act: Callable[[], None], seed: int) -> float:
                     ours.prompts(STREAMS, 64, seed),
                     STREAMS,
                     max_tokens=LONG[engine.model.device.type],
-                    stream=True,
-                    stream_options={"include_usage": True},
+                    **STREAMED,
                 )
             )
         except PeerFailed as error:
@@ -488,8 +421,7 @@ def gap(ours: Side, act: Callable[[], None], seed: int) -> float:
     if isinstance(answer, Exception):
         raise answer
     check(answer)
-    later = [call[4] for call in answer["requests"] if answer["began"] + call[5] > began]
-    return max(later, default=0.0)
+    return max((seconds for seconds, end in answer["gaps"] if end > began), default=0.0)
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -506,25 +438,19 @@ def measure(
             stack.callback(vllm.close)
         ours = stack.enter_context(side(args, format, folder / "ours"))
         warm(ours, ours.served.url)
-
-        def rolled() -> None:
+        complete = True
+        if vllm is not None:
+            try:
+                beside_vllm(ours, vllm, args, store)
+            except PeerFailed as error:
+                say(f"vLLM: not run ({error})")
+                complete = False
+            vllm.close()
+        if "rollout" in args.parts:
             for batch, group in itertools.product(args.batches, GROUPS):
                 store([rollouts(ours, batch, group, args.rounds)])
-
-        parts: dict[str, Callable[[], None]] = {
-            "vllm": lambda: beside_vllm(ours, vllm, args, store),
-            "rollout": rolled,
-            "update": lambda: store(updates(ours, args.device)),
-        }
-        complete = True
-        for name in [name for name in PARTS if name in args.parts]:
-            try:
-                parts[name]()
-            except PeerFailed as error:
-                say(f"{name}: {error}")
-                complete = False
-            if name == "vllm" and vllm is not None:
-                vllm.close()
+        if "update" in args.parts:
+            store(updates(ours, args.device))
     return complete
 
 
@@ -552,7 +478,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         batches=[64, 256],
         rounds=2,
         parts=SomeOf(PARTS),
-        client=OneOf(("vllm", "own"), "vllm"),
         device="auto",
         threads=1,
     )

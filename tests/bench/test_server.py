@@ -19,7 +19,7 @@ from lowroll.model.tokenizer import load_tokenizer
 from tests.fixtures.shapes import TINY
 
 # `vllm serve` as far as it is asked here: streams of a token at a time
-FAKE = """
+SERVER = """
 import asyncio, json, sys
 from aiohttp import web
 options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
@@ -43,14 +43,36 @@ app.router.add_post("/v1/completions", complete)
 web.run_app(app, host="127.0.0.1", port=int(options["--port"]), print=None)
 """
 
+# `vllm bench serve`, which says a second for everything
+CLIENT = ("request_throughput", "mean_ttft_ms", "mean_tpot_ms", "p99_itl_ms")
+CLIENTS = f"""
+from urllib.request import urlopen
+get_tokenizer = print
+def add_cli_args(parser):
+    for name in ("backend base-url endpoint model dataset-name random-input-len random-output-len num-prompts "
+                 "max-concurrency seed temperature percentile-metrics tokenizer").split():
+        parser.add_argument("--" + name)
+    for name in ("ignore-eos", "disable-tqdm"):
+        parser.add_argument("--" + name, action="store_true")
+async def main_async(args):
+    assert urlopen(args.base_url + "/health", timeout=30).status == 200
+    count = int(args.num_prompts)
+    numbers = dict(completed=count, total_output_tokens=count * int(args.random_output_len), input_lens=[])
+    return numbers | dict.fromkeys({CLIENT}, 1.0)
+"""
+
 
 def site(folder: Path, dies: bool = False) -> str:
     """A folder with a vllm in it."""
     module = folder / "vllm" / "entrypoints" / "openai" / "api_server.py"
-    module.parent.mkdir(parents=True)
-    for package in (folder / "vllm", module.parent.parent, module.parent):
+    clients = folder / "vllm" / "benchmarks" / "serve.py"
+    for file in (module, clients):
+        file.parent.mkdir(parents=True)
+    for package in (module.parent.parent, module.parent, clients.parent):
         (package / "__init__.py").write_text("")
-    module.write_text(FAKE.format(dies=dies))
+    (folder / "vllm" / "__init__.py").write_text('__version__ = "0.24.0"')
+    module.write_text(SERVER.format(dies=dies))
+    clients.write_text(CLIENTS)
     return str(folder)
 
 
@@ -72,33 +94,28 @@ def settings(folder: Path) -> dict[str, Any]:
 
 
 def test_a_stream_is_timed_by_its_reads() -> None:
-    stream = load.Stream(sent=1.0)
+    stream = load.Stream()
     stream.take(b'data: {"choices":[{"text":"a"}]}\n\nda', 3.0)
     stream.take(b'ta: {"choices": [{"text":"b"}]}\n\n', 3.5)
     stream.take(b'data: {"choices":[{"text":"c"}]}\n\ndata: {"choices":[{"text":"d"}]}\n\n', 5.5)
     stream.take(b'data: {"choices":[],"usage":{"completion_tokens":9}}\n\ndata: [DONE]\n\n', 9.0)
-    assert (stream.first, stream.last, stream.gap, stream.gap_at) == (3.0, 5.5, 2.0, 5.5)
+    assert (stream.last, stream.gap, stream.gap_at) == (5.5, 2.0, 5.5)
     assert stream.tokens() == 9
 
 
 def test_a_stream_without_a_count_is_an_error() -> None:
-    stream = load.Stream(sent=0.0)
+    stream = load.Stream()
     stream.take(b'data: {"error":{"message":"broken"}}\n\n', 1.0)
     with pytest.raises(ValueError, match="without usage.*broken"):
         stream.tokens()
 
 
-def test_means_are_over_requests() -> None:
-    calls = [[0.0, 0.1, 1.1, 11, 0.3, 0.9], [0.5, 0.8, 2.8, 11, 0.2, 1.0]]
-    answer = {"seconds": 4.0, "errors": 0, "error": "", "requests": calls}
-    found = server.seen(answer, 11)
-    assert found.rate == 0.5
-    assert found.first == pytest.approx(200) and found.token == pytest.approx(150)
-    assert found.gap == pytest.approx(300)
-    with pytest.raises(PeerFailed, match="other than 12 tokens"):
-        server.seen(answer, 12)
-    with pytest.raises(PeerFailed, match="3 requests failed: 500"):
-        server.seen({**answer, "errors": 3, "error": "500: broken"}, 11)
+def test_a_run_of_vllms_client_counts_when_all_its_tokens_came() -> None:
+    answer = dict.fromkeys(CLIENT, 1.0) | {"completed": 3, "total_output_tokens": 36}
+    assert server.seen_by_vllm({**answer, "mean_ttft_ms": 200.0}, 3, 12).first == 200
+    for short in ({"completed": 2}, {"total_output_tokens": 35}):
+        with pytest.raises(PeerFailed, match="of 3 requests with"):
+            server.seen_by_vllm({**answer, **short}, 3, 12)
 
 
 # -- the comparison --------------------------------------------------------------------------------
@@ -109,14 +126,12 @@ def test_a_ratio_is_how_many_times_better_ours_is() -> None:
         model, format = "qwen2.5-7b", "bf16"
 
     mine, theirs = [Seen(6.0, 50.0, 5.0, 40.0)] * 2, [Seen(3.0, 40.0, 10.0, 11.0)] * 2
-    rows = server.over_vllm(Ours(), 16, mine, theirs, "by hand")  # type: ignore[arg-type]
+    rows = server.over_vllm(Ours(), 16, mine, theirs)  # type: ignore[arg-type]
     assert [row.ratio for row in rows] == [2.0, 0.8, 2.0]
     assert [(row.ours, row.peer) for row in rows] == [(6.0, 3.0), (50.0, 40.0), (5.0, 10.0)]
-    assert rows[0].note == "by hand; gaps 40 ms, vLLM's 11"
+    assert rows[0].note == "by vllm bench serve; gaps 40 ms, vLLM's 11"
     aimed = targets.aimed(rows)
     assert [row.verdict for row in aimed] == ["met", "missed", "met"]
-    alone = server.over_vllm(Ours(), 16, mine, None, "by hand")  # type: ignore[arg-type]
-    assert [(row.ours, row.peer, row.ratio) for row in alone][1] == (50.0, None, None)
 
 
 def test_every_target_of_the_server_has_a_row() -> None:
@@ -125,7 +140,7 @@ def test_every_target_of_the_server_has_a_row() -> None:
     made = {
         row.name
         for c in (1, 16, 64, 256)
-        for row in server.over_vllm(Side(), c, [Seen(1, 1, 1, 1)], None, "")
+        for row in server.over_vllm(Side(), c, [Seen(1, 1, 1, 1)], [Seen(1, 1, 1, 1)])
     }
     made |= {
         targets.through_server("qwen2.5-7b", "bf16", batch, group)
@@ -205,13 +220,13 @@ def run(out: Path, *extra: str) -> dict[str, Row]:
 
 @pytest.mark.slow
 def test_a_small_run_measures_both_sides(tmp_path: Path, small: None) -> None:
-    options = "--formats bf16 --client own --parts vllm rollout --vllm-path"
+    options = "--formats bf16 --parts vllm rollout --vllm-path"
     rows = run(tmp_path / "out", *options.split(), site(tmp_path / "site"))
     for concurrency in (1, 2):
         for what in server.MEASURED:
             row = rows[targets.over_vllm_server("demo", "bf16", concurrency, what)]
-            assert row["ours"] > 0 and row["peer"] > 0 and row["ratio"] > 0
-            assert row["note"].startswith("by our own client; gaps")
+            assert row["ours"] == row["peer"] == row["ratio"] == 1
+            assert row["note"] == "by vllm bench serve; gaps 1 ms, vLLM's 1"
     for group in server.GROUPS:
         row = rows[targets.through_server("demo", "bf16", 8, group)]
         assert row["unit"] == "tokens/s" and 0 < row["ratio"]
