@@ -24,10 +24,10 @@ memory and run in turns; where not even one other fits beside ours, vLLM runs af
 
     python -m bench.decode [--models NAME ...] [--formats NAME ...] [--batches 1,64,256]
                            [--rounds 3] [--parts rollout codes filters ...]
-                           [--peer vllm|none] [--vllm-path FOLDER ...] [--runners V1 V2]
+                           [--peer vllm|none] [--vllm-path FOLDER] [--runners V1 V2]
                            [--out FOLDER]
 
-vLLM needs an installation of its own, or several (docs/benchmarks.md). Without one the rows have no
+vLLM needs an installation of its own (docs/benchmarks.md). Without one the rows have no
 peer and say so. Rows are added to `decode.json`.
 """
 
@@ -53,7 +53,7 @@ from bench.harness import (
     settle,
     synchronize,
 )
-from bench.peer import Peer, PeerFailed, add_options, share_of_gpu, vllm_paths
+from bench.peer import Peer, PeerFailed, add_options, share_of_gpu
 from bench.rivals import RUNNERS, Setting
 from bench.roofline import bandwidth, kv_bytes_per_token, linear_weights, weight_bytes
 from bench.shapes import SHAPES, random_model
@@ -190,8 +190,7 @@ def rivals_of(format: str, args: argparse.Namespace, notes: list[str]) -> list[S
         notes.append("vLLM: not run (not asked for)")
         return []
     try:
-        among = rivals.families(format)
-        return rivals.settings(among, args.runners, args.vllm_python, args.vllm_path)
+        return rivals.settings(format, args.runners, args.vllm_python, args.vllm_path)
     except PeerFailed as error:
         notes.append(f"vLLM: not run ({error})")
         return []
@@ -235,10 +234,12 @@ class Comparison:
             for variant in chosen:
                 self.ours(variant, {})
             self.notes += [APART] if settings else []
-        for group in rivals.together(settings, beside or alone):
+        together = beside or alone  # those of one family side by side
+        for i in range(0, len(settings), together):
             if beside:  # while there is room for what it is made from
                 self.stand(chosen[0])
-            with rivals.started(group, asked, self.args.vllm_python, self.notes) as peers:
+            some = settings[i : i + together]
+            with rivals.started(some, asked, self.args, self.notes) as peers:
                 self.versions |= {peer.ready["vllm"] for peer in peers.values()}
                 for name, peer in peers.items():
                     say(f"{name} is ready after {peer.ready['seconds']:.0f} s: {peer.ready}")
@@ -419,9 +420,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         runners=SomeOf(RUNNERS),
         device="auto",
     )
-    add_options(parser, "vllm", several=True)
+    add_options(parser, "vllm")
     args = parser.parse_args(argv)
-    args.vllm_path = vllm_paths(args.vllm_path)
     args.device, args.out = settle(parser, args.device, args.out)
     return args
 

@@ -65,7 +65,6 @@ from bench.peer import (
     share_of_gpu,
     vllm_command,
     vllm_environment,
-    vllm_path,
 )
 from bench.placed import Compacting, Placed
 from bench.roofline import bandwidth, kv_bytes_per_token, weight_bytes
@@ -455,7 +454,7 @@ def beside_vllm(
         return
     vocab_size = SHAPES[args.model]["vocab_size"]
     command = vllm_command(args.vllm_python)
-    environment = vllm_environment(vllm_path(args.vllm_path))
+    environment = vllm_environment(args.vllm_path)
     try:
         with Peer(peer_settings(args.model, format, points), command, environment) as peer:
             say(f"vLLM {peer.ready['vllm']} is ready after {peer.ready['seconds']:.0f} s")

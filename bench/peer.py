@@ -163,34 +163,24 @@ class Peer:
         return f"its last words: {' | '.join(lines[-4:])[-600:]}" if lines else "it said nothing"
 
 
-def add_options(parser: argparse.ArgumentParser, default: str, several: bool = False) -> None:
-    """Add whether vLLM is asked, and where it is. several: it may be in more than one folder."""
+def add_options(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add whether vLLM is asked, and where it is."""
     parser.add_argument("--peer", default=default, choices=("vllm", "none"))
     parser.add_argument(
-        "--vllm-python", help="the Python that has vLLM; default: LOWROLL_VLLM_PYTHON, or this one"
+        "--vllm-python",
+        default=os.environ.get("LOWROLL_VLLM_PYTHON") or sys.executable,
+        help="the Python that has vLLM; default: LOWROLL_VLLM_PYTHON, or this one",
     )
-    if several:
-        parser.add_argument(
-            "--vllm-path",
-            nargs="+",
-            default=[],
-            help="folders that a vLLM is unpacked in; default: those of LOWROLL_VLLM_PATH",
-        )
-    else:
-        parser.add_argument(
-            "--vllm-path", help="the folder that vLLM is unpacked in; default: LOWROLL_VLLM_PATH"
-        )
+    parser.add_argument(
+        "--vllm-path",
+        default=vllm_path(),
+        help="the folder that vLLM is unpacked in, with all that it needs; default: LOWROLL_VLLM_PATH",
+    )
 
 
-def vllm_python(python: str | None = None) -> list[str]:
-    """Return the beginning of a command of vLLM's: the given Python, the one of
-    LOWROLL_VLLM_PYTHON, or this one."""
-    return [python or os.environ.get("LOWROLL_VLLM_PYTHON") or sys.executable, "-P"]
-
-
-def vllm_command(python: str | None = None) -> list[str]:
+def vllm_command(python: str) -> list[str]:
     """Return the command of the vLLM worker."""
-    return [*vllm_python(python), "-m", "bench.vllm_worker"]
+    return [python, "-P", "-m", "bench.vllm_worker"]
 
 
 def vllm_environment(path: str | None, **more: str) -> dict[str, str]:
@@ -208,13 +198,7 @@ def share_of_gpu(num_bytes: float, most: float = 0.95) -> float:
     return min(most, num_bytes / torch.cuda.mem_get_info()[1])
 
 
-def vllm_paths(paths: Sequence[str] = ()) -> list[str]:
-    """Return the folders that a vLLM is unpacked in, each with all that it needs: given, or of
-    LOWROLL_VLLM_PATH, which has a colon between two."""
-    return list(paths) or [one for one in os.environ.get("LOWROLL_VLLM_PATH", "").split(":") if one]
-
-
 def vllm_path(path: str | None = None) -> str | None:
-    """Return the folder that vLLM is unpacked in, when it is not installed: given, or the first of
+    """Return the folder that vLLM is unpacked in, when it is not installed: given, or that of
     LOWROLL_VLLM_PATH."""
-    return next(iter(vllm_paths([path] if path else [])), None)
+    return path or os.environ.get("LOWROLL_VLLM_PATH") or None

@@ -1,14 +1,14 @@
 """vLLM in every setting that might be its fastest, each a process of its own, started together.
 
-A setting is an installation (0.24.0, 0.26.0), a model runner (V1, and V2 by
-`VLLM_USE_V2_MODEL_RUNNER=1`) and the format that it runs: that of ours, and for 4 bits also int4 in
-groups of 128, which vLLM multiplies by Machete on Hopper. Settings of one format are a family. In the
-first round of a batch all of them run, in the others the fastest of each family: that is the one whose
-name stands in the row.
+A setting is a model runner (V1, and V2 by `VLLM_USE_V2_MODEL_RUNNER=1`) and the format that it runs:
+that of ours, and for 4 bits also int4 in groups of 128, which vLLM multiplies by Machete on Hopper.
+Settings of one format are a family. In the first round of a batch all of them run, in the others the
+fastest of each family: that is the one whose name stands in the row.
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.peer import Peer, PeerFailed, vllm_command, vllm_environment, vllm_python
+from bench.peer import Peer, PeerFailed, vllm_command, vllm_environment
 from bench.work import MACHETE
 from lowroll.quant.formats import get_format
 
@@ -29,28 +29,26 @@ VERSION = "import importlib.metadata as m; print(m.version('vllm'))"
 
 @dataclass(frozen=True)
 class Setting:
-    """version: of the vLLM in the folder `path`, or installed for the Python that is asked."""
+    """A vLLM of a version that runs a format by a model runner."""
 
     version: str
     runner: str
     format: str
-    path: str | None = None
 
     def __str__(self) -> str:
         return f"vLLM {self.version}, {self.runner}, {self.format}"
 
     @property
-    def environment(self) -> dict[str, str]:
-        """Return the environment of its process. Settings that start together keep their compiled
+    def variables(self) -> dict[str, str]:
+        """Return the environment of its process: settings that start together keep their compiled
         graphs apart."""
         cache = Path(tempfile.gettempdir()) / "bench-vllm" / f"cache-{self.version}-{self.runner}"
-        own = {"VLLM_USE_V2_MODEL_RUNNER": RUNNERS[self.runner], "VLLM_CACHE_ROOT": str(cache)}
-        return {**vllm_environment(self.path), **own}
+        return {"VLLM_USE_V2_MODEL_RUNNER": RUNNERS[self.runner], "VLLM_CACHE_ROOT": str(cache)}
 
 
-def version(python: str | None, path: str | None) -> str:
+def version(python: str, path: str | None) -> str:
     """Return the version of an installation. PeerFailed when there is none."""
-    command, env = [*vllm_python(python), "-c", VERSION], vllm_environment(path)
+    command, env = [python, "-P", "-c", VERSION], vllm_environment(path)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, env=env)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -60,36 +58,21 @@ def version(python: str | None, path: str | None) -> str:
     return done.stdout.strip()
 
 
-def families(format: str) -> list[str]:
-    """Return the formats of vLLM that one of ours is held against, its own first."""
-    four = get_format(format).bits < 8 and format != MACHETE
-    return [format, MACHETE] if four else [format]
-
-
-def settings(
-    among: Sequence[str], runners: Sequence[str], python: str | None, paths: Sequence[str]
-) -> list[Setting]:
-    """Return all settings for these formats. PeerFailed names an installation that is none."""
-    places = [(version(python, path), path) for path in (paths or (None,))]
-    return [
-        Setting(found, runner, name, path)
-        for name in among
-        for found, path in places
-        for runner in runners
-    ]
-
-
-def together(all_of: Sequence[Setting], fit: int) -> list[list[Setting]]:
-    """Return the settings that are started together: as many as fit, those of one family side by
-    side."""
-    return [list(all_of[i : i + fit]) for i in range(0, len(all_of), fit)]
+def settings(format: str, runners: Sequence[str], python: str, path: str | None) -> list[Setting]:
+    """Return all settings that a format of ours is held against, its own family first. PeerFailed
+    where there is no vLLM."""
+    found = version(python, path)
+    families = [format]
+    if get_format(format).bits < 8 and format != MACHETE:
+        families.append(MACHETE)
+    return [Setting(found, runner, family) for family in families for runner in runners]
 
 
 @contextmanager
 def started(
     chosen: Sequence[Setting],
     asked: Mapping[str, Any],
-    python: str | None,
+    args: argparse.Namespace,
     notes: list[str],
 ) -> Iterator[dict[str, Peer]]:
     """Start the settings; yield those that can be had, by name, and note each that cannot.
@@ -98,7 +81,8 @@ def started(
     def start(setting: Setting) -> Peer | PeerFailed:
         try:
             told = {**asked, "format": setting.format}
-            return Peer(told, vllm_command(python), setting.environment)
+            environment = {**vllm_environment(args.vllm_path), **setting.variables}
+            return Peer(told, vllm_command(args.vllm_python), environment)
         except PeerFailed as error:
             return error
 

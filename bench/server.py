@@ -62,7 +62,6 @@ from bench.peer import (
     share_of_gpu,
     vllm_command,
     vllm_environment,
-    vllm_path,
 )
 from bench.roofline import kv_bytes_per_token, weight_bytes
 from bench.served import Served
@@ -262,7 +261,7 @@ def beside_vllm(
     say(f"vLLM serves after {vllm.wait():.0f} s")
     warm(ours, vllm.url)
     command = [*vllm_command(args.vllm_python), "clients"]
-    with Peer({}, command, vllm_environment(vllm_path(args.vllm_path))) as client:
+    with Peer({}, command, vllm_environment(args.vllm_path)) as client:
         for concurrency in args.concurrency:
 
             def of(url: str, concurrency: int = concurrency) -> Callable[[], Seen]:

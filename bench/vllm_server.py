@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.peer import PeerFailed, vllm_environment, vllm_path, vllm_python
+from bench.peer import PeerFailed, vllm_environment
 from bench.vllm_worker import config
 from lowroll.runs.roles.local import reserve_port
 
@@ -27,7 +27,7 @@ END_S = 20.0
 class VllmServer:
     """Started when it is made; `wait` until it answers; `close` ends it and its children."""
 
-    def __init__(self, settings: dict[str, Any], python: str | None, path: str | None) -> None:
+    def __init__(self, settings: dict[str, Any], python: str, path: str | None) -> None:
         """settings: folder (with a tokenizer), name, shape, format, batch, length, cache_bytes,
         memory_fraction, device."""
         folder = Path(settings["folder"])
@@ -40,7 +40,7 @@ class VllmServer:
         self.url = f"http://127.0.0.1:{self._port}"
         self.log = folder / "vllm.log"
         self._began = time.perf_counter()
-        command = [*vllm_python(python), "-m", "vllm.entrypoints.openai.api_server"]
+        command = [python, "-P", "-m", "vllm.entrypoints.openai.api_server"]
         command += arguments(settings, self._port)
         env = environment(path, settings["device"])
         with self.log.open("wb") as log:
@@ -116,8 +116,8 @@ def arguments(settings: dict[str, Any], port: int) -> list[str]:
 
 def environment(path: str | None, device: str) -> dict[str, str]:
     """Return the environment of its process. On a CPU its cache has one GB."""
-    site, on_cpu = vllm_path(path), {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    said = vllm_environment(site, VLLM_CPU_OMP_THREADS_BIND="nobind", **on_cpu)
-    if site is None and device == "cpu":
+    on_cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    said = vllm_environment(path, **on_cpu)
+    if path is None and device == "cpu":
         said.pop("PYTHONPATH", None)
     return said

@@ -181,7 +181,7 @@ def test_a_vocabulary_has_the_bytes_at_least() -> None:
 @pytest.mark.slow
 def test_vllms_server_is_waited_for_and_ended(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    vllm = VllmServer(settings(tmp_path / "model"), None, site(tmp_path / "site"))
+    vllm = VllmServer(settings(tmp_path / "model"), sys.executable, site(tmp_path / "site"))
     try:
         assert 0 < vllm.wait(120.0) < 120 and vllm.version == "0.24.0"
         stored = json.loads((tmp_path / "model" / "config.json").read_text())
@@ -194,7 +194,7 @@ def test_vllms_server_is_waited_for_and_ended(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_vllms_last_words_are_in_the_error(tmp_path: Path) -> None:
-    vllm = VllmServer(settings(tmp_path), None, site(tmp_path / "site", dies=True))
+    vllm = VllmServer(settings(tmp_path), sys.executable, site(tmp_path / "site", dies=True))
     with pytest.raises(PeerFailed, match="it ended with 1; .*no such kernel"):
         vllm.wait(120.0)
     vllm.close()
