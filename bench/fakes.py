@@ -35,10 +35,11 @@ from aiohttp import web
 from lowroll.weights.sync.base import manifest_digest
 
 BASELINES = Path(__file__).parent / "baselines"
+MODEL_ID = "policy"
 MODEL = "qwen2.5-7b bf16"
 STEP = re.compile(rf"{re.escape(MODEL)} B=(\d+): decode step")
 FIRST = re.compile(rf"{re.escape(MODEL)} C=(\d+) over vllm serve: time to first token")
-CONTEXT, RANK = 8192, 16
+CONTEXT, RANK, VOCAB = 8192, 16, 32768
 SIGMA, LONGEST = 0.6, 2048  # of log-normal lengths, as GSM8K-like ones of bench.lengths
 WORDS = 257  # ids from here on are words of bench.vocabulary
 SAMPLER = (
@@ -154,7 +155,7 @@ class Fleet:
         self.held = [(0, "base")] * given.count
         self.manifests: dict[str, str] = {}
         dice = Random(0)
-        ids = dice.choices(range(WORDS, given.vocab), k=2 * CONTEXT)
+        ids = dice.choices(range(WORDS, VOCAB), k=2 * CONTEXT)
         single = array("f", (-dice.expovariate(1.0) for _ in range(2 * CONTEXT)))
         self.ids, self.logprobs = array("i", ids).tobytes(), array("d", single).tobytes()
 
@@ -205,11 +206,11 @@ class Fleet:
             "kv_dtype": None,
             "records_evictions": False,
             "replays": False,
-            "vocab_size": self.given.vocab,
+            "vocab_size": VOCAB,
             "lora_rank": RANK,
         }
         stated = {"capabilities": capabilities, "packs": True, "behavior": self._behavior(number)}
-        model = {"id": self.given.model, "owned_by": "lowroll", "lowroll": stated}
+        model = {"id": MODEL_ID, "owned_by": "lowroll", "lowroll": stated}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _take(self, request: web.Request) -> web.Response:
@@ -250,7 +251,7 @@ class Fleet:
             self.open[number] -= 1
             totals.open -= 1
         choices = [self._choice(body, i, count, number, began) for i, count in enumerate(lengths)]
-        answer = json.dumps({"model": self.given.model, "choices": choices}).encode()
+        answer = json.dumps({"model": MODEL_ID, "choices": choices}).encode()
         totals.requests += 1
         totals.samples += len(lengths)
         totals.tokens += sum(lengths)
@@ -312,8 +313,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--rows", type=int, default=64, help="samples that one draws at a time")
     p.add_argument("--slow", type=float, default=1.0, help="times as long for everything")
     p.add_argument("--median", type=float, default=220.0, help="tokens of a response")
-    p.add_argument("--vocab", type=int, default=32768)
-    p.add_argument("--model", default="policy")
     return p
 
 

@@ -110,6 +110,7 @@ BUDGET_TOKENS, BUDGET_PIECE = 512, 128  # of the calibration text, and of each o
 # left out unless they are asked for: formats that differ from one that is measured in how scales are
 # stored, or are those of a file alone, and what would make the whole table take over ten minutes
 LEFT_OUT = ("mxfp4_floor", "nf4_dq", "q4_0", "q8_0", "int4_asym gptq")
+LONGEST = 192  # tokens of a text
 CHUNK = 128  # positions whose distributions are compared at once
 SPEED_TOKENS = {1: 16, 16: 8}  # decoded tokens of each row, by rows
 ROUNDS = 2
@@ -154,7 +155,7 @@ CALIBRATION = (
     "Summarise how a bill becomes a law.",
 )
 
-# Questions and answers of our own, so that the command runs anywhere; `--prompts` reads others.
+# Questions and answers of our own, so that the command runs anywhere.
 TEXTS = (
     (
         "A baker makes 12 trays of 8 rolls and sells 5 rolls to each of 14 customers. How many rolls "
@@ -218,18 +219,12 @@ class Work:
     prompts: list[list[int]]
 
 
-def work(chat: ChatTokenizer, file: Path | None, count: int = 8, longest: int = 192) -> Work:
-    """Return the built-in texts, or the first `count` rows of a JSON Lines file with `question` and
-    `answer`."""
-    pairs = list(TEXTS)
-    if file is not None:
-        rows = [json.loads(line) for line in file.read_text().splitlines()[:count]]
-        pairs = [(row["question"], row["answer"]) for row in rows]
-    asked = [[{"role": "user", "content": question}] for question, _ in pairs]
-    prompts = [chat.encode_chat(messages) for messages in asked]
+def work(chat: ChatTokenizer) -> Work:
+    """Return TEXTS as ids, each at most LONGEST."""
+    prompts = [chat.encode_chat([{"role": "user", "content": question}]) for question, _ in TEXTS]
     texts = [
-        (prompt + chat.encode_response(answer))[:longest]
-        for prompt, (_, answer) in zip(prompts, pairs, strict=True)
+        (prompt + chat.encode_response(answer))[:LONGEST]
+        for prompt, (_, answer) in zip(prompts, TEXTS, strict=True)
     ]
     return Work(texts, prompts)
 
@@ -386,7 +381,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = resolve(args.model)
     truth = load(folder, args.device)
     chat = ChatTokenizer(load_tokenizer(folder))
-    given = work(chat, args.prompts)
+    given = work(chat)
     reference = NativeEngine(truth, dense_format(args.device), cache_tokens=4096, max_batch=16)
     wanted = list(log_probs(truth, hidden_states(truth, given.texts)))
     bench = Bench(folder, args.device, given, truth, wanted, reference, args.tokens, chat)
@@ -395,7 +390,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.out,
         tokens=args.tokens,
         texts=sum(map(len, given.texts)),
-        prompts="built in" if args.prompts is None else args.prompts.name,
         reference=dense_format(args.device),
     )
     for name in args.formats:
@@ -496,18 +490,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         __doc__,
         out=BASELINES,
         model="smollm2",
-        name=None,
         device=OneOf(("cpu", "cuda"), "cpu"),
         formats=SomeOf(WAYS, default),
         tokens=384,
         threads=2,
     )
-    parser.add_argument(
-        "--prompts", type=Path, help="JSON Lines with question and answer; default: built in"
-    )
     args = parser.parse_args(argv)
     args.device = pick_device(args.device)
-    args.name = args.name or Path(args.model).name
+    args.name = Path(args.model).name
     return args
 
 

@@ -6,8 +6,7 @@
 
 MODEL is a folder, or the name of shapes that get random weights. All engines run during the whole
 measurement; a pool of the first alone and a pool of all draw the same requests in turns, each of
-`--samples` samples of up to `--tokens` tokens. Without `--spread` all have that length; with it they
-are between a tenth of it and all. Two rows: as a level above 0 asks (each request by itself), and
+`--samples` samples of `--tokens` tokens. Two rows: as a level above 0 asks (each request by itself), and
 as level 0 does (in parts). Ends with 1 when a ratio is less than 0.95 for each engine, unless on a
 CPU, whose cores all engines share.
 """
@@ -67,22 +66,17 @@ def address(process: subprocess.Popen[str]) -> str:
 
 
 def requests(args: argparse.Namespace, seed: int) -> list[Request]:
-    """Return the requests of one round. Lengths are of the requests, so that every round draws as
-    many tokens."""
-    shortest = args.tokens // 10 if args.spread else args.tokens
-    lengths = [
-        max(1, shortest + (i * 7919) % (args.tokens - shortest + 1)) for i in range(args.requests)
-    ]
+    """Return the requests of one round."""
     return [
         Request(
             [2 + (seed + 31 * i + 7 * j) % 50 for j in range(args.prompt)],
             n=args.samples,
-            max_tokens=length,
+            max_tokens=args.tokens,
             seed=seed,
             id=f"{seed}/{i}",
             ignore_eos=True,
         )
-        for i, length in enumerate(lengths)
+        for i in range(args.requests)
     ]
 
 
@@ -133,7 +127,6 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
         cache=262_144,
         rounds=3,
         cpu=False,
-        spread=False,
     )
     parser.add_argument("model")
     args = parser.parse_args(words)

@@ -8,7 +8,7 @@ MODEL is a folder, or the name of shapes that get random weights. Adapters learn
 time of a disk that is measured. The same run in one process, by
 roles at level 0, by roles at level 1, and by two engines and two ranks of the learner that share two
 GPUs at level 0: seconds of a step (the median, the first two left out), and how long engine and
-learner were idle in it. `--ways` names some of them; rows go to bench/baselines/roles.json.
+learner were idle in it. Rows go to bench/baselines/roles.json.
 """
 
 from __future__ import annotations
@@ -88,12 +88,11 @@ def rows_of(title: str, found: dict[str, dict[str, float]], on_gpus: bool) -> li
     and nothing is demanded."""
     rows = []
     for way, over, must in COMPARED:
-        if way in found and over in found:
-            ours, other = (found[name]["step_s"] for name in (way, over))
-            said = ", ".join(f"{name} {value:.3g}" for name, value in found[way].items())
-            name = f"{title}: {way} over {over}"
-            demand = must if on_gpus else None
-            rows.append(Row(name, "s a step", ours, other, other / ours, must=demand, note=said))
+        ours, other = (found[name]["step_s"] for name in (way, over))
+        said = ", ".join(f"{name} {value:.3g}" for name, value in found[way].items())
+        name = f"{title}: {way} over {over}"
+        demand = must if on_gpus else None
+        rows.append(Row(name, "s a step", ours, other, other / ours, must=demand, note=said))
     return rows
 
 
@@ -111,17 +110,13 @@ def main() -> int:
     parser = parser_of(__doc__, steps=8, batch=64, tokens=64, cache=16384, cpu=False)
     parser.add_argument("model")
     parser.add_argument("settings", nargs="*", help="key=value, for every way")
-    parser.add_argument("--ways", default=",".join(WAYS), help=f"out of {', '.join(WAYS)}")
     args = parser.parse_intermixed_args()
-    ways = args.ways.split(",")
-    if unknown := [way for way in ways if way not in WAYS]:
-        parser.error(f"--ways: unknown {unknown[0]!r}; expected some of {', '.join(WAYS)}")
     _, out = settle(parser, "cpu" if args.cpu else "cuda", args.out)
     title = f"{Path(args.model).name}, {args.batch} x {args.tokens} tokens"
     found = {}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as scratch:
         args.model = folder(args, Path(scratch))
-        for way in ways:
+        for way in WAYS:
             found[way] = measure(args, way, Path(scratch) / way)
             print(way, json.dumps(found[way]), flush=True)
     rows = rows_of(title, found, not args.cpu)

@@ -41,6 +41,7 @@ from bench import fakes, vocabulary
 from bench.harness import BASELINES, Results, Row, SomeOf, parser_of, running, say
 from bench.shapes import TINY
 from bench.worker import resident
+from lowroll.checkpoint.files import write_file
 from lowroll.checkpoint.publish import publish_folder
 from lowroll.config.load import load
 from lowroll.runs.folder import CONFIG
@@ -56,8 +57,12 @@ from lowroll.weights.sync.base import (
     manifest_digest,
 )
 
-VOCAB = 32768
-SPEC = {**TINY, "vocab_size": VOCAB, "max_position_embeddings": fakes.CONTEXT, "eos_token_id": 0}
+SPEC = {
+    **TINY,
+    "vocab_size": fakes.VOCAB,
+    "max_position_embeddings": fakes.CONTEXT,
+    "eos_token_id": 0,
+}
 GROUP, OPEN, LARGEST = 8, 1.5, 1024
 KEPT = 3  # broadcasts that lie there
 LOOK_S = 0.02
@@ -164,7 +169,7 @@ class Learner:
         meta = {"broadcast": FORMAT, "version": version, "kind": "adapter", "noise": None}
         publish_folder(
             folder,
-            lambda target: (target / "weights.txt").write_text(str(version)),
+            lambda target: write_file(target / "weights.txt", str(version).encode()),
             {**meta, "step": version},
         )
         marker = encode_marker(version, 1, "adapter", manifest_digest(folder), None)

@@ -342,13 +342,6 @@ def aimed(rows: Iterable[Row]) -> list[Row]:
 
 # Why a row misses what it must, by the beginning of its name; the profiles are in docs/LOG.md.
 REASONS: dict[str, str] = {
-    rollout(
-        batch_of("qwen2.5-7b", "bf16", 256)
-    ): "the products of a step take 5.4 ms (4.3 at the measured peak of arithmetic), the head 0.4, "
-    "attention 0.6 to "
-    "1.3 as responses grow, norms, rotations, gate and draw about 0.6, and the rest lies between "
-    "launches: it is "
-    "bound by arithmetic, in the same cuBLAS kernels as vLLM's (profile: docs/LOG.md)",
     roof(
         batch_of("qwen2.5-7b", "bf16", 256)
     ): "products and head need 4.6 ms at the measured peak of arithmetic, as long as all bytes of "
@@ -378,11 +371,6 @@ REASONS: dict[str, str] = {
             "time of a token": "the fewer requests a second, the longer first token or time of a "
             "token: clients = rate x (first token + 127 x time of a token)",
         }.items()
-    },
-    **{
-        through_server("qwen2.5-7b", "bf16", 256, group): "of 0.4 s a call of 256 prompts (n = 1) "
-        "beside the engine, most is Python of the event loop: requests, ids and log-probs as JSON"
-        for group in (1, 8)
     },
     "qwen2.5-1.5b full, 16384 tokens: transformers": "of 312 ms the products take 217, at 93 % of "
     "the measured peak, attention 28, the gate 18, AdamW 11 to 15, "

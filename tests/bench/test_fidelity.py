@@ -76,16 +76,11 @@ def test_the_values_of_a_way(folder: Path, tmp_path: Path, monkeypatch: pytest.M
     assert {len(line) for line in lines} == {len(fidelity.HEAD)}
 
 
-def test_other_prompts_are_read_by_path(folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"question": q, "answer": "5"}) + "\n" for q in "abc"))
-    chat = fidelity.ChatTokenizer(fidelity.load_tokenizer(folder))
-    assert len(fidelity.work(chat, file, count=2).prompts) == 2
-    given, built_in = fidelity.work(chat, file), fidelity.work(chat, None)
-    assert len(given.prompts) == 3 and len(built_in.prompts) == len(fidelity.TEXTS)
-    assert all(
-        text[: len(ids)] == ids for text, ids in zip(given.texts, given.prompts, strict=True)
-    )
+def test_a_text_begins_with_its_prompt(folder: Path) -> None:
+    given = fidelity.work(fidelity.ChatTokenizer(fidelity.load_tokenizer(folder)))
+    assert len(given.prompts) == len(fidelity.TEXTS)
+    for text, ids in zip(given.texts, given.prompts, strict=True):
+        assert text == (ids + text[len(ids) :])[: fidelity.LONGEST]
 
 
 def test_a_must_is_of_the_real_model_alone() -> None:
