@@ -34,7 +34,7 @@ from bench.worker import channel, orders, resident
 from lowroll.model import lora
 
 BOUND = 4.0  # GB that the run may take
-RANK, ALPHA, GROUP, WEIGHTS = 16, 32.0, 4, "int8"
+RANK, ALPHA, GROUP, WEIGHTS = 16, 32, 4, "int8"
 STEP_S = 3600.0  # of one step, or of the start
 TRIED_ROWS = 4  # of a trial of the peer's settings
 WARM = 1  # rounds that are not counted
@@ -219,4 +219,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(serve() if sys.argv[1:] == ["serve"] else main())
+    if sys.argv[1:] == ["serve"]:
+        serve()
+    else:
+        raise SystemExit(main())

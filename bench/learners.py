@@ -57,7 +57,7 @@ from lowroll.weights.sync.folder import FolderPublisher
 
 ROWS, LENGTH, MICRO = 32, 2048, 16384
 DEADLINE_S = 1500.0  # of a side
-SMALL = {"rows": 8, "length": 32, "dtype": torch.float32}
+SMALL: dict[str, Any] = {"rows": 8, "length": 32, "dtype": torch.float32}
 JOBS = {
     "qwen2.5-1.5b-full": Job("qwen2.5-1.5b", SHAPES["qwen2.5-1.5b"], False, ROWS, LENGTH),
     "qwen2.5-7b-lora": Job(

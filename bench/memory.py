@@ -30,6 +30,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -49,6 +50,7 @@ from lowroll.config import RunConfig, from_mapping
 from lowroll.kv.capacity import Workload
 from lowroll.model import lora
 from lowroll.model.linear import Linear
+from lowroll.model.logprobs import token_log_probs
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
@@ -213,25 +215,23 @@ class Meter:
     def within(self) -> Iterator[None]:
         """Record marks inside of learning: around the log-probs of every micro-batch, and the
         update."""
-        log_probs, update = step.token_log_probs, Optimizer.update
 
-        def marked_log_probs(*args: Any, **kwargs: Any) -> Any:
-            self.mark("forward")
-            found = log_probs(*args, **kwargs)
-            self.mark("logits")
-            return found
+        def marked(run: Callable[..., Any], before: str, after: str) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self.mark(before)
+                found = run(*args, **kwargs)
+                self.mark(after)
+                return found
 
-        def marked_update(*args: Any, **kwargs: Any) -> Any:
-            self.mark("backward")
-            found = update(*args, **kwargs)
-            self.mark("update")
-            return found
+            return call
 
-        step.token_log_probs, Optimizer.update = marked_log_probs, marked_update  # type: ignore
-        try:
+        log_probs = marked(token_log_probs, "forward", "logits")
+        update = marked(Optimizer.update, "backward", "update")
+        with (
+            patch.object(step, "token_log_probs", log_probs),
+            patch.object(Optimizer, "update", update),
+        ):
             yield
-        finally:
-            step.token_log_probs, Optimizer.update = log_probs, update  # type: ignore
 
 
 def random_learner(cfg: RunConfig, compute: Compute, config: Mapping[str, Any]) -> Transformer:
@@ -255,12 +255,14 @@ def random_learner(cfg: RunConfig, compute: Compute, config: Mapping[str, Any]) 
         lora.attach(model, train.lora_rank, train.lora_alpha, train.lora_target_modules)
     else:
         model.requires_grad_(True)
-    return recompute.apply(model.eval(), train.activation_checkpointing)
+    return recompute.apply(model.eval(), train.activation_checkpointing or False)
 
 
 def batch(case: Case, cfg: RunConfig, vocab_size: int, number: int) -> Batch:
     """Return samples of the greatest length for three micro-batches."""
-    count = 3 * cfg.train.tokens_per_microbatch // case.length
+    tokens = cfg.train.tokens_per_microbatch
+    assert tokens is not None  # `runs.memory.sizes` has chosen it
+    count = 3 * tokens // case.length
     ids = random_ids(vocab_size, count, case.length + 1, seed=number)
     flat = -math.log(vocab_size)
     return batch_of(ids.tolist(), case.prompt, cfg.rollout.weights, 8, log_prob=flat, step=number)

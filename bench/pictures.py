@@ -107,8 +107,14 @@ def picture(
             right.set_yscale("log")
         if len(variants) > MOST_INSIDE:
             lines, names = left.get_legend_handles_labels()
-            place = "outside lower center"
-            figure.legend(lines, names, frameon=False, fontsize=8, loc=place, ncols=MOST_INSIDE)
+            figure.legend(
+                lines,
+                names,
+                frameon=False,
+                fontsize=8,
+                loc="outside lower center",
+                ncols=MOST_INSIDE,
+            )
         else:
             left.legend(frameon=False, fontsize=8, loc="lower left")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -100,11 +101,8 @@ class Placed:
             synchronize(self.device)
             calls.append((len(compactions), time.perf_counter() - began))
 
-        runner._compact = timed  # type: ignore[method-assign]
-        try:
+        with patch.object(runner, "_compact", timed):
             whole, _ = self._timed(steps)
-        finally:
-            runner._compact = compact  # type: ignore[method-assign]
         samples, seconds = sum(n for n, _ in calls), sum(s for _, s in calls)
         return Compacting(samples, len(calls), seconds, whole)
 

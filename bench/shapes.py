@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Block, Transformer
@@ -116,8 +117,9 @@ def _route_by_token(model: Transformer) -> None:
     for block in model.blocks:
         assert isinstance(block, Block) and block.experts is not None
         experts = block.experts
-        block.o.weight[:reserved] = 0.0
-        experts.down.weight.unflatten(0, (model.spec.mixture.num_experts, -1))[:, :reserved] = 0.0
-        router = experts.router.weight
+        o, down, router = block.o.weight, experts.down.weight, experts.router.weight
+        assert isinstance(o, Tensor) and isinstance(down, Tensor)
+        o[:reserved] = 0.0
+        down.unflatten(0, (model.spec.mixture.num_experts, -1))[:, :reserved] = 0.0
         router[:, reserved:] = 0.0
-        router /= router.norm(dim=1, keepdim=True)  # a longer row would be chosen more often
+        router.div_(router.norm(dim=1, keepdim=True))  # a longer row would be chosen more often

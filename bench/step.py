@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -102,20 +103,17 @@ class Clock:
         """Count passes of the learner without an objective as log-prob, and not as update."""
         run = PackedForward.run
 
-        def timed(forward: PackedForward, indices: Sequence[int], objective: Any = None) -> Any:
-            if objective is not None or not indices:
-                return run(forward, indices, objective)
+        def timed(forward: PackedForward, portions: Any, objective: Any = None) -> Any:
+            if objective is not None or not portions:
+                return run(forward, portions, objective)
             before = self.seconds["log-prob"]
             with self.part("log-prob"):
-                trace = run(forward, indices)
+                trace = run(forward, portions)
             self.seconds["update"] -= self.seconds["log-prob"] - before
             return trace
 
-        PackedForward.run = timed  # type: ignore[method-assign]
-        try:
+        with patch.object(PackedForward, "run", timed):
             yield
-        finally:
-            PackedForward.run = run  # type: ignore[method-assign]
 
 
 class Loop:

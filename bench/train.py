@@ -54,7 +54,7 @@ from lowroll.trainer.step import LearnSettings, learn
 from lowroll.types import Batch
 from lowroll.weights import aligned
 
-RANK, ALPHA, RATE = 16, 32.0, 1e-5
+RANK, ALPHA, RATE = 16, 32, 1e-5
 STEPS = 3  # timed steps of a turn
 Bounds = tuple[float | None, float | None]  # must and aim
 Build = Callable[[], Callable[[], object]]  # a side's step
