@@ -15,6 +15,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -72,18 +73,6 @@ def own_keys() -> str:
     return table(("key", "type", "default", "meaning"), keys.own())
 
 
-def train_keys() -> str:
-    return _document_keys("train")
-
-
-def infer_keys() -> str:
-    return _document_keys("infer")
-
-
-def orch_keys() -> str:
-    return _document_keys("orch")
-
-
 def _document_keys(file: str) -> str:
     from docs import keys
 
@@ -139,9 +128,15 @@ SEEN = {
 }
 
 
+def _result(name: str) -> dict[str, Any]:
+    """Return what a command stored in bench/results/."""
+    record: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return record
+
+
 def _seen(file: str, arms: tuple[str, ...]) -> str:
     """Return the reward of some arms' rollouts, of the first and last ten steps, means over seeds."""
-    runs = json.loads((RESULTS / f"{file}.json").read_text())["runs"]
+    runs = _result(file)["runs"]
 
     def mean(arm: str, steps: slice) -> float:
         curves = [run["curves"]["reward/mean"] for run in runs if run["variant"] == arm]
@@ -547,7 +542,7 @@ def curves() -> str:
     """Return what `python -m bench.curves` stored: a line an arm, means over its runs with their range."""
     from bench.curves import HEAD, summary
 
-    record = json.loads((RESULTS / "curves.json").read_text())
+    record = _result("curves")
     machine = record["machine"]
     before = {run["warm_start"]["sha256"]: run["warm_start"] for run in record["runs"]}
     head = (
@@ -567,7 +562,7 @@ def claims() -> str:
     from bench.claims import HEAD
     from bench.claims import table as verdicts
 
-    return table(HEAD, verdicts(json.loads((RESULTS / "curves.json").read_text())["runs"]))
+    return table(HEAD, verdicts(_result("curves")["runs"]))
 
 
 def faults() -> str:
@@ -575,7 +570,7 @@ def faults() -> str:
     from bench.faults import HEAD
     from bench.faults import table as rows_of
 
-    record = json.loads((RESULTS / "faults.json").read_text())
+    record = _result("faults")
     head = f"{record['date']}, {record['machine']['cpu']}, torch {record['machine']['torch']}."
     return f"{head}\n\n" + table(HEAD, rows_of(record["runs"]))
 
@@ -632,7 +627,7 @@ def cache_runs() -> str:
     """Return what `python -m bench.sparse` stored: a line an arm, means over its runs with their range."""
     from bench.sparse import HEAD, summary
 
-    record = json.loads((RESULTS / "sparse.json").read_text())
+    record = _result("sparse")
     machine = record["machine"]
     began = sorted(
         {(run["warm_start"]["sft_steps"], run["warm_start"]["dense"]) for run in record["runs"]}
@@ -713,25 +708,15 @@ class Front(NamedTuple):
     rows: tuple[str, ...]
 
 
-ROLLOUT = "Qwen2.5-{size}, {format} rollouts, tokens/s with 1 / 64 / 256 rows"
 FRONT = (
-    Front(
-        ROLLOUT.format(size="7B", format="FP8"),
-        "vLLM, FP8",
-        "decode",
-        tuple(f"qwen2.5-7b fp8 B={rows}: rollout" for rows in (1, 64, 256)),
-    ),
-    Front(
-        ROLLOUT.format(size="7B", format="NVFP4"),
-        "vLLM, NVFP4",
-        "decode",
-        tuple(f"qwen2.5-7b nvfp4 B={rows}: rollout" for rows in (1, 64, 256)),
-    ),
-    Front(
-        ROLLOUT.format(size="7B", format="bfloat16"),
-        "vLLM, bfloat16",
-        "decode",
-        tuple(f"qwen2.5-7b bf16 B={rows}: rollout" for rows in (1, 64, 256)),
+    *(
+        Front(
+            f"Qwen2.5-7B, {theirs} rollouts, tokens/s with 1 / 64 / 256 rows",
+            f"vLLM, {theirs}",
+            "decode",
+            tuple(f"qwen2.5-7b {format} B={rows}: rollout" for rows in (1, 64, 256)),
+        )
+        for format, theirs in (("fp8", "FP8"), ("nvfp4", "NVFP4"), ("bf16", "bfloat16"))
     ),
     Front(
         "Qwen2.5-7B, LoRA, a training step of 16,384 tokens, tokens/s",
@@ -766,7 +751,7 @@ def _learnt() -> tuple[str, ...]:
     """Return the row of what SmolLM2 learns with INT8 rollouts, corrected and not."""
     from bench.curves import HEAD, summary
 
-    runs = json.loads((RESULTS / "curves.json").read_text())["runs"]
+    runs = _result("curves")["runs"]
     rows = {arm: dict(zip(HEAD, (arm, *row), strict=True)) for arm, *row in summary(runs)}
 
     def accuracy(arm: str) -> str:
@@ -790,9 +775,6 @@ PARTS: dict[str, Callable[[], str]] = {
     for part in (
         metrics,
         own_keys,
-        train_keys,
-        infer_keys,
-        orch_keys,
         objectives,
         algorithms,
         auto,
@@ -817,7 +799,7 @@ PARTS: dict[str, Callable[[], str]] = {
         front,
         packages,
     )
-}
+} | {f"{file}_keys": partial(_document_keys, file) for file in ("train", "infer", "orch")}
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))  # for bench, which is not installed
