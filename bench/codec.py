@@ -66,7 +66,6 @@ def batch_of(samples: int, tokens: int, top: int, dropped: bool) -> Batch:
 
 
 def rows(name: str, rounds: int) -> list[Row]:
-    """Return the rows of encoding and decoding one kind of batch, as a log's lines and as a frame."""
     batch = batch_of(*BATCHES[name])
     text, frame = encode_batch(batch), pack_batch(batch)
     assert decode_batch(text) == unpack_batch(frame) == batch

@@ -1,12 +1,9 @@
 """Rollouts on one GPU: our engine and vLLM in turns, format by format, work by work.
 
-The work of an RL step is a batch of rollouts of fixed length: prompts of 256 random tokens in groups of
-8 equal ones (a batch of 1 is one prompt), 256 new tokens each whatever is drawn, temperature 1, the
-sampled token's log-prob recorded. `bench.work` has the others: filtered sampling, prompts of their
+`bench.work` has the work: rollouts of fixed length of an RL step, filtered sampling, prompts of their
 own, one token alone. Prompts are fresh in every round, so that no cache knows them, and the same for
-all sides. Weights are random and of exact shapes (`bench.shapes`); vLLM's are its own dummy ones. vLLM
-runs in every setting that might be its fastest (`bench.rivals`). All sides are resident in one GPU's
-memory and run in turns; where not even one other fits beside ours, vLLM runs after it.
+all sides. vLLM runs in every setting that might be its fastest (`bench.rivals`), beside ours in one
+GPU's memory; where not even one other fits, vLLM runs after it.
 
     rollout     tokens/s of whole calls, prefill included: the median of the rounds, the ratio of each round's sides;
                 ms a decode step: (seconds for 256 new tokens - seconds for 1) / 255; its share of what the weights'
@@ -27,8 +24,7 @@ memory and run in turns; where not even one other fits beside ours, vLLM runs af
                            [--peer vllm|none] [--vllm-path FOLDER] [--runners V1 V2]
                            [--out FOLDER]
 
-vLLM needs an installation of its own (docs/benchmarks.md). Without one the rows have no
-peer and say so. Rows are added to `decode.json`.
+vLLM needs an installation of its own (docs/benchmarks.md). Rows are added to `decode.json`.
 """
 
 from __future__ import annotations
@@ -150,7 +146,6 @@ def passing(model: str, format: str, chosen: Sequence[Variant]) -> float:
 def make_engine(
     model: str, format: str, variant: Variant, device: torch.device
 ) -> tuple[Engine, float]:
-    """Return our engine with random weights, and the seconds since they were there."""
     sizes = variant.works or (SCORED,)
     master = weights_of(model, device)
     synchronize(device)
@@ -185,7 +180,6 @@ def asked_of(model: str, format: str, chosen: Sequence[Work]) -> dict[str, objec
 
 
 def rivals_of(format: str, args: argparse.Namespace, notes: list[str]) -> list[Setting]:
-    """Return vLLM's settings for a format, or none and a note on the reason."""
     if args.peer == "none":
         notes.append("vLLM: not run (not asked for)")
         return []
@@ -220,7 +214,6 @@ class Comparison:
     agreed: bool = False
 
     def run(self) -> None:
-        """Measure and store all rows."""
         chosen = variants(self.format, self.args)
         every = [work for variant in chosen for work in variant.works]
         if not every:
@@ -250,7 +243,6 @@ class Comparison:
                         self.turns(variant, self.sides(peers), peers)
 
     def stand(self, variant: Variant) -> None:
-        """Make our engine of a variant."""
         with released():
             self.engine = make_engine(self.model, self.format, variant, self.args.device)
 
@@ -284,7 +276,6 @@ class Comparison:
         return {**mine, **own, **theirs}
 
     def turns(self, variant: Variant, sides: Mapping[str, Side], peers: Mapping[str, Peer]) -> None:
-        """Measure every work of a variant, and store its rows."""
         for work in variant.works:
             taking = {
                 name: side
@@ -315,13 +306,11 @@ class Comparison:
         return None
 
     def put(self, rows: list[Row]) -> None:
-        """Store rows, with the versions of vLLM."""
         versions = {"vllm": ", ".join(sorted(self.versions))} if self.versions else {}
         self.store(rows, **versions)
 
 
 def experts(ours: Ours, model: str, chosen: Sequence[Work]) -> dict[Work, float]:
-    """Return by work the experts that a step touches; nothing for a model without experts."""
     steps = [work for work in chosen if work.is_step]
     if "num_experts" not in SHAPES[model] or not steps:
         return {}

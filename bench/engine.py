@@ -14,9 +14,6 @@ prefill included.
                     static cache, which is faster here than the default one. The batch runs until
                     its longest row is done, because that is what `generate` does. No log-probs.
 
-The sides run in turns. Two threads need two idle cores: a machine that is busy with anything else
-hits the smaller steps hardest (docs/LOG.md), so look at the load that is stored with the numbers.
-
     python -m bench.engine [--rounds 3] [--threads 2] [--model demo|100m] [--out FOLDER]
 """
 
@@ -173,7 +170,6 @@ def compare(
     rounds: int,
     targets: Targets,
 ) -> list[Row]:
-    """Run every contestant in turns on one model; the rows of the comparison."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
         hf.save(initialize(Transformer(spec_from_config(config)), seed=0), folder)

@@ -89,8 +89,6 @@ EQUAL = "mismatch/logp_diff_max"
 
 
 class Side:
-    """A run's learner and engine."""
-
     def __init__(self, args: Namespace, model: Path, exact: bool) -> None:
         sizes = SIZES[args.device]
         tree = {
@@ -118,18 +116,15 @@ class Side:
         self.batch = batch_of(ids.tolist(), step.prompt_tokens, format, group=4)
 
     def update(self) -> None:
-        """Make one update on a batch that is there."""
         learn(self.model, self.batch, self.optimizer, self.settings)
         synchronize(self.model.device)
 
     def step(self, work: Work, seed: int) -> None:
-        """Generate a batch, and make an update."""
         self.ours.run(work, seed)
         self.update()
 
 
 def compare(args: Namespace, model: Path) -> list[Row]:
-    """Return the rows of a run that is exact over one that is not."""
     sizes = SIZES[args.device]
     sides = {name: Side(args, model, name == "exact") for name in ("exact", "plain")}
 
@@ -214,7 +209,6 @@ def shaped(args: Namespace, folder: Path, source: Path | None = None) -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure the parts that are asked for."""
     parser = parser_of(
         __doc__,
         out=BASELINES,

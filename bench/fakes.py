@@ -63,7 +63,6 @@ class Curve:
         return cls(sorted((float(name[1]), ms / 1e3) for name, ms in found if name))
 
     def at(self, size: float) -> float:
-        """Return the seconds at a size."""
         sizes = [point[0] for point in self.points]
         right = min(max(bisect_left(sizes, size), 1), len(sizes) - 1)
         (x0, y0), (x1, y1) = self.points[right - 1 : right + 1]
@@ -141,8 +140,6 @@ class Device:
 
 
 class Fleet:
-    """All engines of the process, as one server."""
-
     def __init__(self, given: argparse.Namespace) -> None:
         self.given = given
         self.totals = Totals()
@@ -298,7 +295,6 @@ def _number(request: web.Request) -> int:
 
 
 async def serve(given: argparse.Namespace) -> None:
-    """Serve until the process is killed."""
     runner = web.AppRunner(Fleet(given).app(), access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()

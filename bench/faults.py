@@ -94,8 +94,6 @@ def deaf(folder: Path) -> AbstractContextManager[object]:
 def built(
     change: Callable[[NativeEngine], object],
 ) -> Callable[[Path], AbstractContextManager[object]]:
-    """Return the injection that changes every engine after it was built."""
-
     @contextmanager
     def inject(folder: Path) -> Iterator[None]:
         make = engines.make
@@ -113,13 +111,11 @@ def built(
 
 
 def rotate_at(theta: float, engine: NativeEngine) -> None:
-    """Give an engine another rotary base."""
     ropes: tuple[Rope, ...] = tuple(replace(rope, theta=theta) for rope in engine.spec.ropes)
     engine.model.freqs = inverse_frequencies(replace(engine.spec, ropes=ropes))
 
 
 def in_half(folder: Path) -> AbstractContextManager[object]:
-    """Build engines in bfloat16."""
     make = engines.make
 
     def halved(cfg: Any, compute: Any, *rest: Any, **settings: Any) -> Engine:
@@ -273,8 +269,6 @@ FAULTS: dict[str, Fault] = {
 
 
 class Lines(logging.Handler):
-    """Keeps the warnings of a run."""
-
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.lines: list[str] = []
@@ -319,7 +313,6 @@ HEAD = (
 
 
 def table(found: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a row of HEAD for each run."""
     reported = {fault.what: fault.reported for fault in FAULTS.values()}
     return [
         (
@@ -334,7 +327,6 @@ def table(found: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Make the runs, print the table and store it."""
     parser = parser_of(__doc__, out=RESULTS, only=SomeOf(FAULTS), model="smollm2")
     parser.add_argument("--change", default="{}", help="JSON of settings that differ")
     asked = parser.parse_args(arguments)

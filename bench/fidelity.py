@@ -220,7 +220,6 @@ class Work:
 
 
 def work(chat: ChatTokenizer) -> Work:
-    """Return TEXTS as ids, each at most LONGEST."""
     prompts = [chat.encode_chat([{"role": "user", "content": question}]) for question, _ in TEXTS]
     texts = [
         (prompt + chat.encode_response(answer))[:LONGEST]
@@ -411,7 +410,6 @@ def dense_format(device: torch.device) -> str:
 def rows_of(
     model: str, way: str, values: Mapping[str, float], speed: Mapping[int, list[float]]
 ) -> list[Row]:
-    """Return what is stored of a way, a row a column."""
     found = [
         Row(f"{model} {way}: {column}", unit, values[column]) for column, unit in COLUMNS.items()
     ]
@@ -467,7 +465,6 @@ def read_table(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def line(name: str, values: Mapping[str, float]) -> tuple[str, ...]:
-    """Return one way's cells."""
     nats = ("weights", "with activations", "decode -> prefill", "decode -> learner")
     speed = " / ".join(f"{values[f'speed, {rows} rows']:.2f}x" for rows in SPEED_TOKENS)
     return (

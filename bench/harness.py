@@ -1,8 +1,7 @@
 """The harness of all benchmarks: options, turns and clocks, rows, and how rows are shown and stored.
 
-A ratio counts only when both sides ran in turns on one machine: `interleave` runs A B A B ..., so that
-a slow minute hits both. The speed of a side is the median of its rounds, the ratio is the median of
-the rounds' own ratios, and the spread is their smallest and largest.
+The speed of a side is the median of its rounds, a ratio the median of the rounds' own ratios, and the
+spread their smallest and largest (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -66,7 +65,6 @@ class Row:
 
     @property
     def value(self) -> float | None:
-        """Return what is compared with `must` and `aim`."""
         return self.ratio if self.goal.startswith("ratio") else self.ours
 
     def reaches(self, bound: float | None) -> bool:
@@ -77,7 +75,6 @@ class Row:
 
     @property
     def met(self) -> bool:
-        """Tell if the row reaches what it must."""
         return self.reaches(self.must)
 
     @property
@@ -172,7 +169,6 @@ def released() -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Print progress to the error stream."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -263,7 +259,6 @@ def parser_of(
 
 
 def numbers(text: str) -> list[int]:
-    """Return the numbers of a text with commas between them."""
     return [int(number) for number in text.split(",")]
 
 
@@ -324,14 +319,12 @@ def machine() -> dict[str, Any]:
 
 
 def _found_in(path: str, pattern: str) -> str | None:
-    """Return the first group of a pattern in a file of the system; None without."""
     file = Path(path)
     found = re.search(pattern, file.read_text(), re.MULTILINE) if file.exists() else None
     return found[1].strip() if found else None
 
 
 def here(**found: Any) -> dict[str, Any]:
-    """Return what was found, with the date and the machine."""
     return {"date": date.today().isoformat(), "machine": machine(), **found}
 
 
@@ -361,13 +354,11 @@ def merge(name: str, rows: Iterable[Row], folder: Path, **settings: Any) -> Path
 
 
 def _by_size(name: str) -> list[tuple[bool, int | str]]:
-    """Return a key that sorts the numbers in names by size."""
     parts = re.findall(r"\d+|\D+", name)
     return [(False, int(part)) if part.isdigit() else (True, part) for part in parts]
 
 
 def read_row(stored: Mapping[str, Any]) -> Row:
-    """Return a row as `write` stored it."""
     spread = stored["spread"]
     return Row(**{**stored, "spread": None if spread is None else tuple(spread)})
 
@@ -412,7 +403,6 @@ class Results:
         self.rows: dict[str, Row] = {}
 
     def add(self, rows: Iterable[Row], **settings: Any) -> None:
-        """Store more rows."""
         from bench.targets import aimed
 
         new = aimed(rows)
@@ -444,7 +434,6 @@ def finish(title: str, name: str, rows: list[Row], folder: Path | None, **settin
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
-    """Print a table."""
     table = Table(*head, title=title or None)
     for cells in rows:
         table.add_row(*cells)
@@ -454,5 +443,4 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], title: str =
 
 
 def number(value: float | None) -> str:
-    """Return a measured value for people; a dash for one that is missing."""
     return "-" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -156,7 +156,6 @@ class Memory:
     free: float  # that cache and state may take
 
     def tokens(self, batch: int) -> int:
-        """Return the tokens of the largest cache beside the state of so many samples."""
         return int((self.free - num_slots(batch) * self.state_bytes) / self.token_bytes)
 
     def rows(self, kv: CachePolicy, context: int) -> int:
@@ -187,20 +186,18 @@ class Bench:
     def run(self) -> None:
         for name in (DENSE_CACHE, *self.args.caches):
             try:
+                say(f"{self.name} {self.format}: {name}")
+                cache = CACHES[name]
                 with released():
-                    self.cache(name, CACHES[name])
+                    if isinstance(cache.kv, Bounded):
+                        self.bounded(name, cache, cache.kv)
+                    else:
+                        self.grown(name, cache)
             except RuntimeError:  # such as no memory: the caches after it are measured still
                 self.failed = True
                 traceback.print_exc()
                 row = Row(f"{self.name} {self.format} {name}", "ms", None, note="failed")
                 self.store([row])
-
-    def cache(self, name: str, cache: Cache) -> None:
-        say(f"{self.name} {self.format}: {name}")
-        if isinstance(cache.kv, Bounded):
-            self.bounded(name, cache, cache.kv)
-        else:
-            self.grown(name, cache)
 
     def engine(self, cache: Cache, max_batch: int, tokens: int) -> Placed:
         return Placed(
@@ -249,7 +246,6 @@ class Bench:
 
     @property
     def grown_tokens(self) -> int:
-        """Return the tokens that a row makes while it is measured."""
         return GROWN_STEPS * (self.args.rounds + 2)
 
     def grown_batches(self, name: str, context: int, tokens: int) -> list[int]:
@@ -389,12 +385,10 @@ class Bench:
 
 
 def spread(kv: Bounded, batch: int) -> list[int]:
-    """Return lengths of prompts from `budget` on, spread over the buffer."""
     return [kv.budget + i * kv.buffer // batch for i in range(batch)]
 
 
 def base_model(name: str, format: str, device: torch.device) -> Transformer:
-    """Return random weights in the format, which every engine shares."""
     config = SHAPES[name] | {"max_position_embeddings": CONTEXT}
     master = random_model(config, device)
     engine = Engine(master, weights=format, max_batch=1, cache_tokens=PAGE, page_size=PAGE)
@@ -416,7 +410,6 @@ def caches(
 
 
 def free_room(device: torch.device) -> float:
-    """Return the bytes that a cache may take beside the weights that are there."""
     free = free_memory(device)
     assert free is not None
     return free - SLACK
@@ -426,7 +419,6 @@ def free_room(device: torch.device) -> float:
 
 
 def peer_settings(model: str, format: str, points: list[tuple[int, int]]) -> dict[str, Any]:
-    """Return what the worker must know for these contexts and batches."""
     config = SHAPES[model]
     cache = max(b * (c + PEER_TOKENS + 64) for c, b in points) * kv_bytes_per_token(config)
     whole = cache + weight_bytes(config, format) + 3 * SLACK
@@ -487,7 +479,6 @@ def peer_rows(
     batch: int,
     theirs: float,
 ) -> list[Row]:
-    """Return a row for each cache of ours at this context and batch."""
     return [
         less_row(over_vllm(model, format, name, batch, context), "ms", ms, theirs)
         for (name, *point), ms in ours.items()

@@ -132,7 +132,6 @@ SIDES = {"ours": ours, "peer": peer}
 
 
 def serve() -> None:
-    """Be a side: make a step for every order, and say what it took."""
     settings, answer = channel()
     args = argparse.Namespace(**settings)
     torch.set_num_threads(args.threads)
@@ -172,7 +171,6 @@ def best_setting(args: argparse.Namespace) -> tuple[int, bool, str]:
 
 
 def measure(args: argparse.Namespace) -> list[Row]:
-    """Make steps of both sides in turns; return the rows."""
     tokens = args.rows * args.length
     with ExitStack() as stack:
         sides = {

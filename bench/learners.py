@@ -4,8 +4,8 @@
     python -m bench.learners --jobs qwen2.5-7b-lora --ranks 1,2,4
     python -m bench.learners --jobs tiny,tiny-lora --cpu --no-peer
 
-Work: 65,536 tokens a step in 32 sequences of 2,048, the same whatever the number of ranks, random
-weights of the exact Qwen2.5 shapes in bfloat16, one AdamW update a step on float32 masters.
+Work: 65,536 tokens a step in 32 sequences of 2,048, whatever the number of ranks, random weights in
+bfloat16, one AdamW update a step on float32 masters.
 
     ours    `trainer.step.learn`, all of it; on several ranks FSDP2 (`parallel.sharding`), or the whole base and
             gradients that are added where an adapter learns (`parallel.ranks`)
@@ -85,7 +85,6 @@ Found = dict[str, Any]
 
 @contextmanager
 def seated(job: Job, rank: int, size: int, port: int) -> Iterator[Ranks]:
-    """Join the other processes of this side."""
     device = torch.device(job.device, rank) if job.device == "cuda" else torch.device("cpu")
     if size == 1:
         yield ALONE
@@ -99,7 +98,6 @@ def seated(job: Job, rank: int, size: int, port: int) -> Iterator[Ranks]:
 
 
 def ours(job: Job, rank: int, size: int, port: int, steps: int) -> Found:
-    """Return the seconds of a step, and of publishing."""
     with seated(job, rank, size, port) as ranks:
         device = f"cuda:{rank}" if job.device == "cuda" else "cpu"
         model = learner(replace(job, device=device))
@@ -120,7 +118,6 @@ def ours(job: Job, rank: int, size: int, port: int, steps: int) -> Found:
 
 
 def formats(job: Job) -> tuple[str, ...]:
-    """Return the formats of the engines that get its versions, one after the other."""
     return FORMATS[1:] if job.fp8 else FORMATS[:1] if job.lora else FORMATS
 
 
@@ -189,7 +186,6 @@ def sending(job: Job, whole: Transformer, format: str) -> Iterator[Callable[[int
 
 
 def peer(job: Job, rank: int, size: int, port: int, steps: int) -> Found:
-    """Return the seconds of a step of transformers and accelerate."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -308,7 +304,6 @@ def awaited(started: list[subprocess.Popen[bytes]], logs: list[Path], where: Pat
 
 
 def rows_of(job: Job, mine: dict[int, Found], theirs: dict[int, Found]) -> list[Row]:
-    """Return the rows of a job on each number of ranks."""
     rows = []
     one = mine.get(1, {})
     for size, found in mine.items():
@@ -336,7 +331,6 @@ def rows_of(job: Job, mine: dict[int, Found], theirs: dict[int, Found]) -> list[
 
 
 def publishing(title: str, found: dict[str, Found]) -> list[Row]:
-    """Return the rows of a version on its way to the engines of each format."""
     first, *_ = found.values()
     rows = [
         Row(f"{title}: gathering the weights", "s", first["gather_s"]),
@@ -351,7 +345,6 @@ def publishing(title: str, found: dict[str, Found]) -> list[Row]:
 
 
 def until_held(format: str) -> str:
-    """Return the name of the row of all seconds of a publication."""
     return f"until {ENGINES} {format} engines hold a version"
 
 

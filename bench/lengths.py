@@ -2,10 +2,9 @@
 
 Two workloads of 512 rollouts, 8 of a prompt of 128 tokens: GSM8K-like, median 220 tokens, and
 MATH-like, median 900, at most 8,192, with lengths divided by 4 so that a round takes seconds.
-The spreads (sigma 0.6 and 0.87) are those that give means of 1.2 and 1.46 medians. The same list of
-lengths is forced on both sides: a rollout is a request of its own with that many tokens and no
-stop; the first of each prompt enters one step before the others, which then find the prompt in the
-cache.
+The spreads (sigma 0.6 and 0.87) give means of 1.2 and 1.46 medians. The same lengths are forced on both
+sides: a rollout is a request of its own with that many tokens and no stop; the first of each prompt
+enters one step before the others, which then find the prompt in the cache.
 
     ours    nvfp4 weights for the tail and fp8 for large batches, chosen by the number of live rows
     peer    our own bf16 engine
@@ -63,7 +62,6 @@ class Lengths:
         return cls(prompts, [[length() for _ in range(GROUP)] for _ in prompts])
 
     def cut(self, most: int) -> Lengths:
-        """Return the same rollouts with at most so many tokens."""
         return Lengths(self.prompts, [[min(n, most) for n in counts] for counts in self.tokens])
 
     @property
@@ -84,7 +82,6 @@ class Lengths:
 
 
 def run(engine: Engine, work: Lengths) -> int:
-    """Generate the workload; return the tokens made."""
     engine.pool.clear_prefixes()
     made = 0
     for sample in (slice(0, 1), slice(1, None)):
@@ -104,7 +101,6 @@ def _tokens(finished: list[tuple[int, Any]]) -> int:
 
 
 def rows(model: str, device: torch.device, rounds: int = 2) -> list[Row]:
-    """Return a row a workload."""
     config = SHAPES[model]
     works = {
         name: Lengths.drawn(config["vocab_size"], median, sigma, longest, ROLLOUTS, shrink)
@@ -127,7 +123,6 @@ def rows(model: str, device: torch.device, rounds: int = 2) -> list[Row]:
 
 
 def compare(title: str, engines: dict[str, Engine], work: Lengths, rounds: int) -> Row:
-    """Return the row of the first of two engines over the second."""
     for engine in engines.values():
         engine.warm_up()
         run(engine, work.cut(WARM_UP))

@@ -65,7 +65,6 @@ def decode(engine: Engine, prompts: list[list[int]], new_tokens: int) -> Turn:
 
 
 def peer(python: str, args: Any, rows: int, eight_bits: bool) -> Peer:
-    """Return llama.cpp in a process of a Python that has it."""
     settings = {
         "gguf": str(args.gguf),
         "quantize": eight_bits,
@@ -77,7 +76,6 @@ def peer(python: str, args: Any, rows: int, eight_bits: bool) -> Peer:
 
 
 def compare(args: Any, format: str, rows: int) -> list[Row]:
-    """Run both sides in turns; return the rows by clock and by processor."""
     length = args.prompt + args.new
     engine = Engine(
         args.model or args.gguf,

@@ -42,7 +42,6 @@ class Stream:
     said: list[bytes] = field(default_factory=list)  # events without a token: usage
 
     def take(self, data: bytes, now: float) -> None:
-        """Take a read of server-sent events."""
         *events, self.tail = (self.tail + data).split(b"\n\n")
         drawn = False
         for event in events:
@@ -130,7 +129,6 @@ async def run(session: aiohttp.ClientSession, order: dict[str, Any]) -> dict[str
 
 
 async def main() -> None:
-    """Answer all orders over connections that stay open from one order to the next."""
     _, say = channel()
     say({"ready": True})
     connector = aiohttp.TCPConnector(limit=0)

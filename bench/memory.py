@@ -1,10 +1,9 @@
 """The planned memory of a run beside what a GPU really holds, phase by phase and part by part.
 
 A case is a run's configuration with random weights of a real model's shapes. `runs.memory.plan`
-says what it will take; then the run's own parts are made and used: learner, optimiser, engine with
-its whole KV cache, and two steps of generate, learn, publish. Responses that are generated are
-short, since the cache is there whether anyone fills it or not, and the learner's batch is made up:
-full micro-batches of the longest samples that the configuration allows.
+says what it will take; then the run's own parts make two steps of generate, learn, publish. Responses
+are short, since the cache is there whether anyone fills it or not, and the learner's batch is made
+up: full micro-batches of the longest samples that the configuration allows.
 
     measured    torch's peak of allocated bytes, the cache's own memory (`kv.virtual_memory`), the pools of
                 the graphs, and what lies outside of torch (modules, graphs' nodes) beside the context:
@@ -97,7 +96,6 @@ class Case:
     new: int = 32
 
     def cfg(self, device: str) -> RunConfig:
-        """Return the run's settings."""
         rollout = {"max_tokens": self.length - self.prompt + 1, **self.settings["rollout"]}
         tree = {"model": ".", "device": device, "batch_size": 128, "rollouts_per_example": 8}
         return from_mapping({**tree, **self.settings, "rollout": rollout}).resolved()
@@ -188,7 +186,6 @@ class Meter:
             torch.cuda.reset_peak_memory_stats()
 
     def mark(self, name: str) -> Mark:
-        """Record the moment now."""
         synchronize(self.device)
         numbers = (0,) * 5
         if self.device.type == "cuda":
@@ -213,9 +210,6 @@ class Meter:
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """Record marks inside of learning: around the log-probs of every micro-batch, and the
-        update."""
-
         def marked(run: Callable[..., Any], before: str, after: str) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
                 self.mark(before)
@@ -269,7 +263,6 @@ def batch(case: Case, cfg: RunConfig, vocab_size: int, number: int) -> Batch:
 
 
 def planner(case: Case, cfg: RunConfig, compute: Compute) -> Planner:
-    """Return the planner of the run's dry run."""
     model = Transformer(spec_from_config(dict(case.config)), "meta", compute.dtype)
     response = cfg.rollout.max_tokens
     work = Workload(
@@ -279,8 +272,6 @@ def planner(case: Case, cfg: RunConfig, compute: Compute) -> Planner:
 
 
 class Run:
-    """The parts of a case's run, made one after the other."""
-
     def __init__(self, case: Case, cfg: RunConfig, meter: Meter, plans: Planner) -> None:
         self.case, self.cfg, self.meter = case, cfg, meter
         compute = Compute.of(cfg)
@@ -310,7 +301,6 @@ class Run:
         return metrics
 
     def step(self, number: int) -> None:
-        """Generate, learn and publish."""
         vocab, cfg = self.model.spec.vocab_size, self.cfg
         prompts = random_ids(vocab, cfg.num_groups, self.case.prompt, seed=number).tolist()
         samples, new = cfg.rollouts_per_example, self.case.new
@@ -332,7 +322,6 @@ class Run:
 
 
 def measure(name: str, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Run a case; return its rows, and its marks and plan."""
     case = CASES[name]
     cfg = case.cfg(device.type)
     meter = Meter(device)
@@ -354,7 +343,6 @@ def measure(name: str, device: torch.device) -> tuple[list[Row], dict[str, Any]]
 
 
 def compare(name: str, planned: MemoryPlan, marks: Sequence[Mark]) -> list[Row]:
-    """Return the rows of a plan beside the marks of its run."""
     more = _pools(marks) + max(mark.outside for mark in marks)
     measured = {
         phase: max(mark.peak + mark.virtual for mark in marks if mark.phase == phase) + more

@@ -164,7 +164,6 @@ class Peer:
 
 
 def add_options(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add whether vLLM is asked, and where it is."""
     parser.add_argument("--peer", default=default, choices=("vllm", "none"))
     parser.add_argument(
         "--vllm-python",
@@ -179,7 +178,6 @@ def add_options(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def vllm_command(python: str) -> list[str]:
-    """Return the command of the vLLM worker."""
     return [python, "-P", "-m", "bench.vllm_worker"]
 
 

@@ -177,7 +177,6 @@ def orchestrated(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Draw the pictures."""
     orchestrated(FOLDER / "scale.png", json.loads((BASELINES / "scale.json").read_text())["rows"])
     runs = json.loads((RESULTS / "curves.json").read_text())["runs"]
     kl = ("mismatch/kl_k3", "KL of the rollouts to the learner, nats")

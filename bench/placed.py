@@ -56,10 +56,10 @@ class Compacting:
 class Placed:
     """An engine in which samples can be placed. Its prefill is gone for good."""
 
-    def __init__(self, engine: Engine, seed: int = 0) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.device = engine.model.device
-        self.dice = torch.Generator().manual_seed(seed)
+        self.dice = torch.Generator().manual_seed(0)
         self.handles: list[int] = []
         engine.runner._prefill = self._prefill  # type: ignore[method-assign]
 

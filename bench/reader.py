@@ -26,7 +26,6 @@ def reader(model: Path, versions: Path, format: str, device: str) -> Peer:
 
 
 def main() -> None:
-    """Take the versions that are asked for, and draw a token after each."""
     settings, say = channel()
     model, device = Path(settings["model"]), torch.device(settings["device"])
     engine = NativeEngine(model, settings["format"], device=device, cache_tokens=4096, max_batch=8)

@@ -38,7 +38,6 @@ DRAWN_S = 3600.0  # of one round
 
 
 def serving(args: argparse.Namespace, gpu: int) -> AbstractContextManager[subprocess.Popen[str]]:
-    """Run `lowroll serve` on a GPU; kill it at the end."""
     words = ["serve", args.model, "--port", 0, "--weights", args.weights]
     words += ["--cache-tokens", args.cache, "--max-batch", args.batch]
     words += ["--admin-token-env", ADMIN, "--max-requests", 8192]
@@ -66,7 +65,6 @@ def address(process: subprocess.Popen[str]) -> str:
 
 
 def requests(args: argparse.Namespace, seed: int) -> list[Request]:
-    """Return the requests of one round."""
     return [
         Request(
             [2 + (seed + 31 * i + 7 * j) % 50 for j in range(args.prompt)],
@@ -81,7 +79,6 @@ def requests(args: argparse.Namespace, seed: int) -> list[Request]:
 
 
 def one_by_one(pool: EnginePool, asked: list[Request]) -> None:
-    """Draw each request by itself, as at a level above 0."""
     open_, end = {pool.add(request) for request in asked}, time.monotonic() + DRAWN_S
     while open_:
         if time.monotonic() > end:
@@ -90,7 +87,6 @@ def one_by_one(pool: EnginePool, asked: list[Request]) -> None:
 
 
 def measure(args: argparse.Namespace, one: EnginePool, several: EnginePool) -> list[Row]:
-    """Return a row for each way of asking."""
     ways: dict[str, Callable[[EnginePool, list[Request]], Any]] = {
         "each by itself": one_by_one,
         "in parts": lambda pool, asked: pool.generate(asked),

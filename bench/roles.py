@@ -62,7 +62,6 @@ def settings(args: argparse.Namespace, out: Path) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace, way: str, out: Path) -> dict[str, float]:
-    """Return medians over the steps of one run."""
     file = out.with_suffix(".yaml")
     file.write_text(yaml.safe_dump(merged(settings(args, out), WAYS[way])))
     env = os.environ | ({"OMP_NUM_THREADS": "1"} if args.cpu else {})

@@ -13,9 +13,8 @@ S different ones with equal chances, it would be on average
 
     E (1 - (1 - S / E)^B)
 
-Both engines are made to do about that, so that they read as many weights: ours by the weights of
-`shapes.random_model`, vLLM by its routing simulator, which may draw an expert twice for a row and so
-comes to E (1 - (1 - 1 / E)^(B S)).
+Both engines are made to do about that: ours by the weights of `shapes.random_model`, vLLM by its routing
+simulator, which may draw an expert twice for a row and so comes to E (1 - (1 - 1 / E)^(B S)).
 
 Legend: B rows, N tokens of a response, S experts a token.
 """
@@ -36,7 +35,8 @@ from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
 
-PASSES = 8
+PASSES, ROUNDS = 8, 9
+BUFFER = 2 << 30  # bytes
 
 
 def linear_weights(config: dict[str, Any], touched: float | None = None) -> float:
@@ -72,19 +72,19 @@ def step_bytes(
     return weight_bytes(config, format, touched) + batch * context * kv_bytes_per_token(config)
 
 
-def bandwidth(device: torch.device, num_bytes: int = 2 << 30, rounds: int = 9) -> float:
-    """Return the bytes a second, the median of `rounds` runs of PASSES passes."""
-    source = torch.ones(num_bytes // 4, device=device)
+def bandwidth(device: torch.device) -> float:
+    """Return the bytes a second, the median of ROUNDS runs of PASSES passes."""
+    source = torch.ones(BUFFER // 4, device=device)
     target = torch.empty_like(source)
     best = 0.0
-    for run, moved in ((lambda: target.copy_(source), 2 * num_bytes), (source.sum, num_bytes)):
+    for run, moved in ((lambda: target.copy_(source), 2 * BUFFER), (source.sum, BUFFER)):
         run()
 
         def passes(run: Callable[[], object] = run) -> None:
             for _ in range(PASSES):
                 run()
 
-        seconds = statistics.median(seconds_of(passes, device) for _ in range(rounds))
+        seconds = statistics.median(seconds_of(passes, device) for _ in range(ROUNDS))
         best = max(best, moved * PASSES / seconds)
     return best
 

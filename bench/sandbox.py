@@ -25,7 +25,6 @@ REPEATS = 7
 
 
 def seconds(source: str, case: Case, count: int) -> float:
-    """Return the wall clock of one program with `count` tests."""
     start = time.monotonic()
     verdict = run_cases(source, [case] * count, SandboxLimits(total_seconds=600))
     assert verdict.all_passed, verdict.results[0]

@@ -2,11 +2,9 @@
 
     python -m bench.scale [--engines 1,2,4,...,512] [--works full light] [--seconds 20]
 
-The orchestrator is `lowroll orchestrate`, unchanged, in a process of its own: prompts, conversations,
-the pool and its clients, scoring workers, the ledger, the spool, the log of rollouts. Engines are
-`bench.fakes`: they speak the protocol, answer with as many bytes and as late as measured ones, and
-draw nothing. The learner is this process: it takes each batch at once and has a new version of the
-weights ready, so nobody waits for it. Time is real; nothing of it is sped up.
+The orchestrator is `lowroll orchestrate`, unchanged, in a process of its own. Engines are `bench.fakes`:
+they answer with as many bytes and as late as measured ones, and draw nothing. The learner is this
+process, which takes each batch at once and has new weights ready. Time is real.
 
     full    Qwen2.5-7B in bf16 on an H200 with 64 rows: 13,200 tokens/s an engine
     light   8 rows, 16 times as slow: what an engine costs that answers rarely
@@ -113,7 +111,6 @@ WORKS = {"full": Work(64), "light": Work(8, slow=16.0, median=64.0)}
 
 
 def settings(work: Work, urls: list[str], model: Path, out: Path) -> dict[str, Any]:
-    """Return the run's file."""
     rows = work.rows * len(urls)
     batch = max(2 * GROUP, min(LARGEST, rows // 2 // GROUP * GROUP))
     return {
@@ -182,7 +179,6 @@ class Learner:
 
 
 def _header(frame: Path) -> dict[str, Any]:
-    """Return the header of a batch in the spool."""
     with frame.open("rb") as file:
         file.readline()
         return dict(json.loads(file.readline()))
@@ -190,8 +186,6 @@ def _header(frame: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Process:
-    """What the system knows of one."""
-
     pid: int
 
     def cpu_s(self, children: bool = False) -> float:
@@ -203,14 +197,12 @@ class Process:
 
     @property
     def runs(self) -> bool:
-        """Tell if it has not ended."""
         with suppress(FileNotFoundError):
             stat = Path(f"/proc/{self.pid}/stat").read_text()
             return stat.rpartition(")")[2].split()[0] != "Z"
         return False
 
     def main_s(self) -> float:
-        """Return the processor seconds of its first thread."""
         return _cpu_s(Path(f"/proc/{self.pid}/task/{self.pid}/stat"))
 
     def _children(self) -> list[int]:
@@ -229,7 +221,6 @@ def _cpu_s(stat: Path) -> float:
 
 @contextmanager
 def started(count: int, work: Work, weights: Path) -> Iterator[str]:
-    """Start so many engines; yield the address below which they are."""
     words = ["--rows", work.rows, "--slow", work.slow, "--median", work.median]
     with running("bench.fakes", count, weights, *words) as child:
         assert child.stdout is not None
@@ -237,7 +228,6 @@ def started(count: int, work: Work, weights: Path) -> Iterator[str]:
 
 
 def totals(url: str) -> dict[str, float]:
-    """Return the totals of all engines together."""
     with urlopen(f"{url}/totals", timeout=30.0) as answer:  # noqa: S310  of our own child
         return dict(json.load(answer))
 
@@ -264,7 +254,6 @@ def orchestrated(file: Path, log: Path) -> Iterator[Process]:
 def measure(
     count: int, work: Work, scratch: Path, seconds: float, warm_s: float
 ) -> dict[str, float]:
-    """Measure one size; return values by the names of QUANTITIES."""
     run = scratch / "run"
     place = RunPaths(run)
     model = vocabulary.write(scratch / "model", SPEC, chats=True)

@@ -74,7 +74,6 @@ class Count:
 
 
 def usual_forms(gold: str, hashes: bool) -> Iterator[str]:
-    """Yield responses that state a gold answer."""
     for content in (
         gold,
         f"{gold}.",
@@ -163,7 +162,6 @@ def score_file(path: Path, env_id: str, limit: int | None = None) -> Count:
 
 
 def judge(env: Problems, prompt: Prompt, text: str, reward: float, count: Count) -> None:
-    """Score one response and count what came of it."""
     try:
         score = env.score(prompt, text)
         seen: float | str = score.reward
@@ -180,7 +178,6 @@ def judge(env: Problems, prompt: Prompt, text: str, reward: float, count: Count)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Score the gold answers of all files of a folder."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -20,7 +20,6 @@ from lowroll.server.app import listen, make_app
 from lowroll.server.engine_thread import EngineThread
 from lowroll.server.limits import Credentials, ServerState
 from lowroll.server.text import Vocabulary
-from lowroll.server.weight_store import WeightStore
 
 T = TypeVar("T")
 START_S = 30.0
@@ -28,12 +27,9 @@ CALL_S = 180.0
 
 
 class Served:
-    """A server over an engine that has a tokenizer, from entering to leaving. admin: the token with
-    which new weights are asked for, those of `shelf`."""
+    """A server over an engine that has a tokenizer, from entering to leaving."""
 
-    def __init__(
-        self, engine: Engine, name: str, admin: str | None = None, shelf: WeightStore | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, name: str) -> None:
         self.engine = engine
         self.name = name
         self.url = ""
@@ -41,7 +37,7 @@ class Served:
         serving = ServerState(
             self.loop, None, name, engine.capabilities, vocabulary=Vocabulary(engine.tokenizer)
         )
-        self._app = make_app(serving, Credentials(admin=admin), shelf)
+        self._app = make_app(serving, Credentials())
         self._events = asyncio.new_event_loop()
         self._end = asyncio.Event()
         self._ready: Future[str] = Future()
@@ -66,7 +62,6 @@ class Served:
         return self.wait(self.loop.call(fn, what, CALL_S))
 
     def wait(self, waiting: Coroutine[Any, Any, T]) -> T:
-        """Wait for something in the server's event loop."""
         return asyncio.run_coroutine_threadsafe(waiting, self._events).result(CALL_S)
 
     def _run(self) -> None:

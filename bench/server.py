@@ -103,7 +103,6 @@ class Seen:
 
 
 def check(answer: Mapping[str, Any]) -> None:
-    """Raise PeerFailed when a request failed."""
     if answer["errors"]:
         raise PeerFailed(f"{answer['errors']} requests failed: {answer['error']}")
 
@@ -139,8 +138,6 @@ class Pace:
 
 @dataclass
 class Side:
-    """Our engine and its server."""
-
     model: str
     config: dict[str, Any]
     format: str
@@ -158,7 +155,6 @@ class Side:
         return [decode(ids) for ids in self.prompts(count, tokens, seed)]
 
     def take(self, pace: Pace) -> None:
-        """Use a pace from the next turn on."""
         scheduler, runner = self.served.engine.scheduler, self.served.engine.runner
         scheduler.lookahead = pace.steps or runner.lookahead
         scheduler.passes = 1 if pace.steps else runner.lookahead
@@ -167,11 +163,9 @@ class Side:
         runner.one_pass = pace.one_pass and runner.selector is None
 
     def forget(self) -> None:
-        """Empty the prefix cache, so that prompts run again."""
         self.served.call(lambda engine: engine.reset_prefix_cache(), "a fresh cache")
 
     def ask(self, url: str, prompts: list[Any], concurrency: int, **body: Any) -> dict[str, Any]:
-        """Make calls of a server by our client."""
         order = {"url": url, "concurrency": concurrency, "prompts": prompts}
         order["body"] = {"model": self.model, "temperature": 1.0, "ignore_eos": True, **body}
         return self.client.ask(order, f"{len(prompts)} requests", 300.0)
@@ -179,7 +173,6 @@ class Side:
 
 @contextmanager
 def side(args: argparse.Namespace, format: str, folder: Path) -> Iterator[Side]:
-    """Start our engine on random weights behind its server, and a client."""
     config = shape(args.model)
     vocabulary.write(folder, config)
     most = max(*args.concurrency, *args.batches, STREAMS)
@@ -203,7 +196,6 @@ def side(args: argparse.Namespace, format: str, folder: Path) -> Iterator[Side]:
 
 
 def shape(model: str) -> dict[str, Any]:
-    """Return the config of a model; the demo's with room for our requests."""
     return SHAPES[model] if model in SHAPES else {**MODELS[model], "max_position_embeddings": 1024}
 
 
@@ -218,7 +210,6 @@ def cache_tokens(args: argparse.Namespace) -> int:
 
 
 def start_vllm(args: argparse.Namespace, format: str, folder: Path) -> VllmServer:
-    """Start vLLM's server, which loads while ours is made."""
     config = shape(args.model)
     cache = cache_tokens(args) * kv_bytes_per_token(config)
     whole = cache + weight_bytes(config, format) + SLACK
@@ -234,11 +225,6 @@ def start_vllm(args: argparse.Namespace, format: str, folder: Path) -> VllmServe
         "device": args.device.type,
     }
     return VllmServer(settings, args.vllm_python, args.vllm_path)
-
-
-def requests(concurrency: int) -> int:
-    """Return the number of requests of a run: some waves of them."""
-    return max(8, min(4 * concurrency, 768))
 
 
 def vllm_client(ours: Side, client: Peer, url: str, concurrency: int, seed: int) -> Seen:
@@ -429,7 +415,6 @@ def gap(ours: Side, act: Callable[[], None], seed: int) -> float:
 def measure(
     args: argparse.Namespace, format: str, folder: Path, store: Callable[..., None]
 ) -> bool:
-    """Measure all parts of a format; tell if all of them came to their end."""
     with ExitStack() as stack:
         vllm = None
         if "vllm" in args.parts and args.peer == "vllm":

@@ -1,10 +1,9 @@
 """The exact shapes of Qwen2.5 and Qwen3-30B-A3B, as Hugging Face configs: speed depends on them and
 not on the values.
 
-`SHAPES[name]` is a `config.json` that `lowroll.model.spec.spec_from_config`, transformers and vLLM
-read alike. `random_model` fills it with N(0, 0.02) matrices, unit norms and zero biases by the
-device's own generator: 7 B parameters take a fraction of a second on a GPU. The same seed gives the
-same weights on the same kind of device, so a model can be dropped and made again.
+`SHAPES[name]` is a `config.json` that lowroll, transformers and vLLM read alike. `random_model` fills it
+with N(0, 0.02) matrices, unit norms and zero biases. The same seed gives the same weights on the same
+kind of device, so a model can be dropped and made again.
 
 In a mixture of experts speed does depend on the routes, and random weights would send most tokens
 the same way: what attention adds is nearly common to the rows of a group and drowns the token. So a

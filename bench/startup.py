@@ -29,7 +29,6 @@ SHARED = Path("/dev/shm")
 
 
 def rows(model: str, format: str, device: torch.device) -> list[Row]:
-    """Return both rows, of a folder that is deleted afterwards."""
     files = hf.contents(random_model(SHAPES[model], device))
     with tempfile.TemporaryDirectory(
         dir=_place(sum(tensor.nbytes for tensor in files[1].values()))

@@ -117,8 +117,6 @@ class Clock:
 
 
 class Loop:
-    """Learner, engine and optimiser of a case."""
-
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device, self.version = case, device, 0
         self.model = _learner(case, device)
@@ -140,7 +138,6 @@ class Loop:
         )
 
     def step(self) -> dict[str, float]:
-        """Make one RL step; return its seconds by part."""
         clock = Clock(self.device)
         synchronize(self.device)
         began = time.perf_counter()
@@ -160,7 +157,6 @@ class Loop:
         return clock.seconds
 
     def _requests(self) -> list[Request]:
-        """Return requests for random prompts that no step had before."""
         case, new = self.case, self.case.new_tokens
         work = Work(case.prompts * case.samples, case.prompt_tokens, new, case.samples)
         return [
@@ -183,7 +179,6 @@ def _count(token_ids: Sequence[int]) -> Score:
 
 
 def _batch(step: int, groups: Sequence[Group], scores: Sequence[Sequence[Score]]) -> Batch:
-    """Return the batch that the orchestrator would hand over."""
     samples = []
     for index, (group, marks) in enumerate(zip(groups, scores, strict=True)):
         prompt = Prompt(str(index), "stub", [])
@@ -207,7 +202,6 @@ def _batch(step: int, groups: Sequence[Group], scores: Sequence[Sequence[Score]]
 
 
 def step_rows(case: Case, device: torch.device, steps: int) -> list[Row]:
-    """Return the seconds of the parts and of the whole step, and its tokens a second."""
     loop = Loop(case, device)
     loop.step()
     taken = [loop.step() for _ in range(steps)]

@@ -35,7 +35,6 @@ def named(model: str, format: str, work: str, codes: bool = False) -> str:
 
 
 def batch_of(model: str, format: str, batch: int, codes: bool = False) -> str:
-    """Return the same of a batch of an RL step."""
     return named(model, format, Work(batch).title, codes)
 
 
@@ -55,12 +54,10 @@ def prefill(work: str) -> str:
 
 
 def roof(work: str) -> str:
-    """Return the name of the row of the bandwidth roofline's fraction."""
     return f"{work}: fraction of the bandwidth roofline"
 
 
 def over_plain(work: str) -> str:
-    """Return the name of the row of filtered sampling over our own plain sampling, in tokens/s."""
     return f"{work}: over plain sampling"
 
 
@@ -70,12 +67,10 @@ def over_family(format: str) -> str:
 
 
 def first_answer(work: str) -> str:
-    """Return the name of the row of ms to the first token of one prompt."""
     return f"{work}: first token of a prompt of 256"
 
 
 def memory(engine: str) -> str:
-    """Return the name of the row of the memory that an engine takes with its cache."""
     return f"{engine}: memory in all"
 
 
@@ -103,7 +98,6 @@ def case(model: str, weights: str, cache: str, batch: int, context: int | None =
 
 
 def over_dense(model: str, weights: str, cache: str, batch: int, context: int) -> str:
-    """Return the name of the row of a decode step over that with our own dense bfloat16 cache."""
     return f"{case(model, weights, cache, batch, context)}: decode step over dense"
 
 
@@ -112,24 +106,18 @@ def over_vllm(model: str, weights: str, cache: str, batch: int, context: int) ->
 
 
 def compacting(model: str, weights: str, cache: str, batch: int) -> str:
-    """Return the name of the row of the share of time that compactions take."""
     return f"{case(model, weights, cache, batch)}: compactions' share of decoding"
 
 
 def fullest(model: str, weights: str, cache: str, context: int) -> str:
-    """Return the name of the row of the largest batch that fits, in tokens/s."""
     return f"{model} {weights} {cache} {thousands(context)}, largest batch: tokens/s"
 
 
 def over_vllm_server(model: str, format: str, concurrency: int, what: str) -> str:
-    """Return the name of the row of what clients see, at so many requests at a time, over `vllm
-    serve`."""
     return f"{model} {format} C={concurrency} over vllm serve: {what}"
 
 
 def through_server(model: str, format: str, batch: int, group: int) -> str:
-    """Return the name of the row of rollouts over the server, in tokens/s, over the engine without
-    it."""
     return f"{model} {format} B={batch} n={group}: rollouts over the server"
 
 
@@ -145,7 +133,6 @@ SHORT, LONG = (named(SEVEN, "fp8", work.title) for work in APART["fp8"])
 def _rollouts(
     model: str, format: str, must: Bounds, aim: Bounds, batches: tuple[int, ...] = (1, 64, 256)
 ) -> Target:
-    """Return the target of rollouts of an RL step, over vLLM."""
     sizes = " / ".join(map(str, batches))
     rows = tuple(rollout(batch_of(model, format, batch)) for batch in batches)
     what = f"{model} {format} rollout over vLLM with log-probs, B = {sizes}"
@@ -153,7 +140,6 @@ def _rollouts(
 
 
 def _codes(model: str, family: str, must: Bounds, aim: Bounds) -> Target:
-    """Return the target of 4 bits at default settings, over vLLM in a format."""
     other = "" if family == "nvfp4" else over_family(family)
     rows = [rollout(batch_of(model, "nvfp4", batch, codes=True)) + other for batch in (64, 256)]
     theirs = other.removeprefix(" over ") or family
@@ -162,7 +148,6 @@ def _codes(model: str, family: str, must: Bounds, aim: Bounds) -> Target:
 
 
 def _caches(weights: str) -> tuple[Target, ...]:
-    """Return the targets of caches of the 7B shapes, over our own dense bfloat16 cache."""
     what = (SEVEN, weights)
     points = ((64, 4096), (256, 4096), (64, 16384))
     return (
@@ -200,7 +185,6 @@ def _caches(weights: str) -> tuple[Target, ...]:
 
 
 def _beside_vllm(what: str) -> Target:
-    """Return the target of what clients see, over `vllm serve`."""
     at = " / ".join(map(str, CONCURRENCY))
     rows = tuple(over_vllm_server(SEVEN, "bf16", c, what) for c in CONCURRENCY)
     name = f"qwen2.5-7b bf16, {what}, over vLLM's server, {at} requests at a time"
@@ -325,7 +309,6 @@ TARGETS: tuple[Target, ...] = (
 
 
 def aimed(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows with what their targets demand of them."""
     wanted = {
         name: (must, aim, target.goal)
         for target in TARGETS

@@ -11,10 +11,8 @@ bfloat16, one AdamW update a step. Every token but the first of a sequence carri
             parameters as they are: bfloat16 when all learn, PEFT's float32 adapter otherwise. Rank
             16, all linears.
 
-The peer runs in the settings of PEER_SETTINGS: all rows at once with gradient checkpointing or
-without, and half of them twice without. Those that do not fit are left out; the fastest is what
-ours is held against, in speed and in memory. A row beside them has its least memory with the 16,384
-tokens at once. Ours has one setting for all rows; a row of its own is ours with forward and input
+Ours is held against the fastest of PEER_SETTINGS that fits, in speed and in memory. A row beside them
+has the peer's least memory with the 16,384 tokens at once; another is ours with forward and input
 gradients in fp8 (`train.forward` and `train.backward`), beside ours. A side is built anew for each
 of its turns, so the memory of the other is never in its peak, and runs one step that is not timed.
 
@@ -124,7 +122,6 @@ def batch(job: Job) -> Batch:
 
 
 def learner(job: Job) -> Transformer:
-    """Return our model with what learns in it."""
     model = random_model(job.config, job.device, job.dtype).train()
     if job.lora:
         lora.attach(model, RANK, ALPHA)
@@ -136,7 +133,6 @@ def learner(job: Job) -> Transformer:
 
 
 def peer_model(job: Job, dtype: torch.dtype, checkpointing: bool, device: Any) -> Any:
-    """Return transformers' model with SDPA attention, and PEFT's adapter where one learns."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     plain = {key: value for key, value in job.config.items() if key != "torch_dtype"}
@@ -158,7 +154,6 @@ def peer_model(job: Job, dtype: torch.dtype, checkpointing: bool, device: Any) -
 
 
 def ours(job: Job) -> Callable[[], object]:
-    """Return a call that makes one step with the trainer."""
     model = recompute.apply(learner(job), job.checkpointing)
     optimizer = Optimizer(model.trainable_parameters(), OptimSettings(learning_rate=RATE))
     settings = LearnSettings(
@@ -169,7 +164,6 @@ def ours(job: Job) -> Callable[[], object]:
 
 
 def peer(job: Job, setting: PeerSetting) -> Callable[[], object]:
-    """Return a call that makes one step with transformers, and PEFT for an adapter."""
     model = peer_model(job, job.dtype, setting.checkpointing, job.device)
     learning = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(learning, lr=RATE, fused=True)
@@ -213,7 +207,6 @@ def fitting(job: Job) -> dict[PeerSetting, Turn]:
 
 
 def turns(job: Job, builds: Mapping[str, Build], rounds: int, steps: int) -> dict[str, list[Turn]]:
-    """Return the turns of each side."""
     sides = {
         side: partial(turn, build, steps, job.device == "cuda") for side, build in builds.items()
     }
@@ -270,7 +263,6 @@ def compare(
 
 
 def ours_both(job: Job) -> dict[str, Build]:
-    """Return ours in fp8 and dense."""
     return {"ours": partial(ours, job), "fp8": partial(ours, replace(job, fp8=True))}
 
 
@@ -281,7 +273,6 @@ def ours_alone(job: Job, rounds: int, steps: int, must: Bounds) -> list[Row]:
 
 
 def low_bit(job: Job, seconds: Mapping[str, list[float]], must: Bounds) -> Row:
-    """Return the row of the learner in fp8 over the dense one."""
     row = speed_row(
         f"{job.title}: forward and input gradients in fp8 / {str(job.dtype)[6:]}",
         job.tokens,

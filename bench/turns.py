@@ -41,8 +41,6 @@ Generate = Callable[[list[list[int]], int, int, Mapping[str, Any]], float]
 
 @dataclass
 class Ours:
-    """Our engine as a side of a comparison."""
-
     engine: Engine
     groups: list[Group] = field(default_factory=list)  # of the last call
 
@@ -60,7 +58,6 @@ class Ours:
         self.groups = self.engine.generate(requests)
 
     def run(self, work: Work, seed: int) -> float:
-        """Return the seconds of one call of a work."""
         prompts = work.prompts(self.engine.spec.vocab_size, seed)
         return self.generate(prompts, work.copies, work.new_tokens, work.asked(work.new_tokens))
 
@@ -86,7 +83,6 @@ class Side:
     plain: bool = False
 
     def run(self, work: Work, prompts: list[list[int]], new_tokens: int) -> float:
-        """Return the seconds of a call."""
         way = replace(work, sampling=PLAIN) if self.plain else work
         return self.generate(prompts, work.copies, new_tokens, way.asked(new_tokens))
 
@@ -99,7 +95,6 @@ class Times:
     first: list[float]
 
     def step_ms(self, new_tokens: int) -> float:
-        """Return the milliseconds of a decode step."""
         whole, first = statistics.median(self.whole), statistics.median(self.first)
         return (whole - first) / max(1, new_tokens - 1) * 1e3
 
@@ -114,12 +109,10 @@ class Found:
     tried: Mapping[str, float]
 
     def rival(self, family: str) -> str | None:
-        """Return the name of the side of a family that ran to the end."""
         going = (name for name in self.times if self.families.get(name) == family)
         return next(going, None)
 
     def seconds(self, family: str) -> float:
-        """Return the seconds of a call of that side."""
         name = self.rival(family)
         return float("inf") if name is None else statistics.median(self.times[name].whole)
 
@@ -200,12 +193,10 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Return the beginning of its rows' names."""
         return named(self.model, self.format, self.work.title, self.codes)
 
 
 def rows_of(case: Case, held: Mapping[str, Found]) -> list[Row]:
-    """Return all rows of a work, from what was measured of it by family."""
     found = held.get(case.format) or next(iter(held.values()))
     rows = _against(case, found, case.format)
     for family in held:
@@ -221,7 +212,6 @@ def rows_of(case: Case, held: Mapping[str, Found]) -> list[Row]:
 
 
 def _against(case: Case, found: Found, family: str) -> list[Row]:
-    """Return the rows of ours beside the fastest rival of a family, or alone."""
     name, work = found.rival(family), case.work
     ours, peer = found.times[OURS], None if name is None else found.times[name]
     tokens = work.batch * work.new_tokens
@@ -238,7 +228,6 @@ def _against(case: Case, found: Found, family: str) -> list[Row]:
 
 
 def _kinds(case: Case, ours: Times, peer: Times | None) -> list[Row]:
-    """Return a row for each quantity of a work."""
     work, name, new = case.work, case.name, case.work.new_tokens
 
     def speed(title: str, tokens: int, which: str) -> Row:
@@ -266,7 +255,6 @@ def _kinds(case: Case, ours: Times, peer: Times | None) -> list[Row]:
 
 
 def _over_plain(case: Case, found: Found) -> Row:
-    """Return the row of filtered sampling beside our own plain sampling."""
     tokens = case.work.batch * case.work.new_tokens
     ours, plain = (found.times[side].whole for side in (OURS, OWN_PLAIN))
     row = speed_row(over_plain(case.name), tokens, "tokens/s", ours, plain)

@@ -63,7 +63,6 @@ class VllmServer:
 
     @property
     def version(self) -> str:
-        """Return the version that it reports."""
         return str(json.loads(self._get("/version"))["version"])
 
     def _get(self, path: str) -> bytes:
@@ -80,7 +79,6 @@ class VllmServer:
         return f"its last words: {' | '.join((wrong or lines)[-4:])[-800:]}"
 
     def close(self) -> None:
-        """End the processes of its group."""
         self._held.close()
         for number, patience in ((signal.SIGTERM, END_S), (signal.SIGKILL, END_S)):
             if self._process.poll() is None or number == signal.SIGKILL:

@@ -17,10 +17,9 @@ vLLM gets its best settings for this work: dummy weights in the format's own lay
 the very batch sizes that will run, prefix caching, the engine in this process, no detokenising. The
 sampled token's log-prob is asked for, because RL needs it.
 
-A mixture of experts is routed by vLLM's own simulator for performance tests
-(VLLM_MOE_ROUTING_SIMULATION_STRATEGY): every token goes to uniformly random experts. It takes the
-place of the softmax and choice of the largest on the router's logits, which are still computed;
-dummy weights, whose codes are whatever memory held, route by accident.
+A mixture of experts is routed by vLLM's own simulator (VLLM_MOE_ROUTING_SIMULATION_STRATEGY), to
+uniformly random experts; the router's logits are still computed. Dummy weights, whose codes are
+whatever memory held, route by accident.
 """
 
 from __future__ import annotations
@@ -101,7 +100,6 @@ def config(shape: dict[str, Any], format: str) -> dict[str, Any]:
 
 
 def load(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
-    """Return vLLM with dummy weights, and what `ready` says of it."""
     began = time.perf_counter()
     mixture = "num_experts" in settings["shape"]
     if mixture:
@@ -175,12 +173,10 @@ def kernels_of(model: Any) -> list[str]:
 
 
 def routers_of(model: Any) -> list[str]:
-    """Return the classes of the routers in vLLM's model."""
     return [type(module.router).__name__ for module in model.modules() if hasattr(module, "router")]
 
 
 def load_clients(settings: dict[str, Any]) -> tuple[Bench, dict[str, Any]]:
-    """Return vLLM's bench command as a function, and what `ready` says of it."""
     import vllm
     from vllm.benchmarks import serve
 
@@ -196,7 +192,6 @@ def load_clients(settings: dict[str, Any]) -> tuple[Bench, dict[str, Any]]:
 
 
 def serve(load: Callable[[dict[str, Any]], tuple[Any, dict[str, Any]]]) -> None:
-    """Answer every order until they end."""
     settings, say = channel()
     made, ready = load(settings)
     say(ready)
@@ -211,7 +206,6 @@ def serve(load: Callable[[dict[str, Any]], tuple[Any, dict[str, Any]]]) -> None:
 
 
 def main() -> None:
-    """Be an engine, or vLLM's clients."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     serve(load_clients if "clients" in sys.argv[1:] else load)
 

@@ -66,7 +66,6 @@ class Work:
 
     @property
     def copies(self) -> int:
-        """Return the number of rollouts of a prompt."""
         return min(self.group, self.batch)
 
     @property
@@ -76,7 +75,6 @@ class Work:
         return self.batch * (self.prompt_tokens if self.is_apart else self.new_tokens)
 
     def prompts(self, vocab_size: int, seed: int) -> list[list[int]]:
-        """Return different prompts of random tokens."""
         dice = random.Random(seed)
         return [
             [dice.randrange(vocab_size // 100, vocab_size) for _ in range(self.prompt_tokens)]
@@ -84,7 +82,6 @@ class Work:
         ]
 
     def asked(self, new_tokens: int) -> dict[str, Any]:
-        """Return the fields of a request that draws so many tokens."""
         length = {"max_tokens": new_tokens, "min_tokens": new_tokens, "ignore_eos": True}
         return {"temperature": 1.0, **length, **SAMPLINGS[self.sampling]}
 

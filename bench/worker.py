@@ -36,7 +36,6 @@ def channel() -> tuple[dict[str, Any], Say]:
 
 
 def orders() -> Iterator[dict[str, Any]]:
-    """Yield the orders that follow the settings, until the input ends."""
     return map(json.loads, sys.stdin)
 
 
