@@ -18,12 +18,10 @@ each, and nothing is shared. Random weights of exact shapes (`bench.shapes`), a 
                     responses of up to twice the mean context, in the memory that weights and 6 GB leave;
                     1,024 at most. Tokens/s of steady decoding with so many rows
     in step         rkv with all rows compacted in one turn; the same behind real positions of 16,384
-    rollout         whole calls: 256 rollouts of log-normal lengths (median 1,500, at most 4,096), 1.5B, in a
-                    cache of 4 GiB
 
     python -m bench.kv [--weights bf16 nvfp4] [--caches rkv fp8 rkv+fp8 snapkv streaming h2o]
                        [--contexts 4096,16384,32768] [--batches 64,256] [--rounds 2]
-                       [--parts equal largest position rollout] [--peer vllm|none] [--out FOLDER]
+                       [--parts equal largest position] [--peer vllm|none] [--out FOLDER]
 
 The dense cache is measured first in every run, since two such caches do not fit. vLLM 0.24.0 (dense,
 its own cache of bfloat16) runs last, at the same contexts and batches of up to a million tokens: real
@@ -39,13 +37,12 @@ import statistics
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench import lengths
 from bench.decode import SLACK, dense_bytes
 from bench.harness import (
     OneOf,
@@ -86,7 +83,7 @@ from lowroll.model.device import free_memory
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import formats
 
-PARTS = ("equal", "largest", "position", "rollout")
+PARTS = ("equal", "largest", "position")
 PAGE = 16
 PROMPT = 256  # tokens, of the worst case that admission reserves
 GROWN_STEPS = 32  # of a round, where nothing is compacted
@@ -95,8 +92,6 @@ CONTEXT = 65536  # the model's
 PEER_TOKENS = 129
 MOST_PEER = 1 << 20  # tokens of prompts that vLLM is given
 PEER_PREFILL_S = 300.0
-ROLLOUT = ("qwen2.5-1.5b", 4 << 30)  # model, and bytes of its cache
-ROLLOUTS, MEDIAN, LONGEST = 256, 1500, 4096  # and how many, with tokens of their lengths
 
 
 @dataclass(frozen=True)
@@ -147,6 +142,9 @@ class Measured:
         return peer.ms / self.ms, extent
 
 
+Equal = dict[tuple[str, int, int], Measured]  # by cache, context and batch
+
+
 @dataclass
 class Memory:
     """What rows cost under a cache: found with an engine of one page."""
@@ -154,9 +152,6 @@ class Memory:
     token_bytes: float  # of the cache, a key of all layers
     state_bytes: float  # of the policy, a sample
     free: float  # that cache and state may take
-
-    def tokens(self, batch: int) -> int:
-        return int((self.free - num_slots(batch) * self.state_bytes) / self.token_bytes)
 
     def rows(self, kv: CachePolicy, context: int) -> int:
         """Return the largest batch when responses of twice the mean context are reserved."""
@@ -177,10 +172,8 @@ class Bench:
     read: float  # bytes a second
     store: Callable[..., None]
     room: float  # bytes for a cache
-    dense: dict[tuple[int, int], Measured] = field(default_factory=dict)  # by context and batch
     dense_largest: dict[int, Measured] = field(default_factory=dict)  # by context
-    equal: dict[tuple[str, int, int], float] = field(default_factory=dict)  # ms, with the cache
-
+    equal: Equal = field(default_factory=dict)
     failed: bool = False
 
     def run(self) -> None:
@@ -227,14 +220,12 @@ class Bench:
         """Measure every context and batch, in one cache of all the memory there is."""
         args, memory = self.args, self.memory(cache)
         most = {context: memory.rows(cache.kv, context) for context in args.contexts}
-        tokens = memory.tokens(0) // PAGE * PAGE
+        tokens = int(memory.free / memory.token_bytes) // PAGE * PAGE
         placed = self.engine(cache, max(*args.batches, *most.values()), tokens)
         for context in args.contexts if "equal" in args.parts else ():
             for batch in self.grown_batches(name, context, tokens):
                 measured = self.at(placed, [context] * batch, self.grown_tokens, GROWN_STEPS)
-                self.equal[name, context, batch] = measured.ms
-                if name == DENSE_CACHE:
-                    self.dense[context, batch] = measured
+                self.equal[name, context, batch] = measured
                 here = case(self.name, self.format, name, batch, context)
                 roof = self.roof(here, measured, memory)
                 self.store([*self.beside_dense(name, context, measured), roof])
@@ -251,7 +242,7 @@ class Bench:
     def grown_batches(self, name: str, context: int, tokens: int) -> list[int]:
         """Return the batches asked for, or what the dense cache holds of them."""
         if name != DENSE_CACHE:
-            return [batch for at, batch in self.dense if at == context]
+            return [n for kind, at, n in self.equal if (kind, at) == (DENSE_CACHE, context)]
         most = tokens // (context + self.grown_tokens + PAGE)
         most = most // 8 * 8 or most
         return sorted({min(batch, most) for batch in self.args.batches})
@@ -261,7 +252,8 @@ class Bench:
     def bounded(self, name: str, cache: Cache, kv: Bounded) -> None:
         """Measure every batch of the dense cache once, and the largest."""
         parts, memory = self.args.parts, self.memory(cache)
-        batches = sorted(set(self.args.batches) | {batch for _, batch in self.dense})
+        dense = {batch for kind, _, batch in self.equal if kind == DENSE_CACHE}
+        batches = sorted(set(self.args.batches) | dense)
         batches = [batch for batch in batches if cache.only in (None, batch)]
         has_largest = "largest" in parts and cache.only is None
         most = memory.rows(kv, max(self.args.contexts)) if has_largest else 0
@@ -305,7 +297,7 @@ class Bench:
             Row(compacting(self.name, self.format, name, batch), "fraction", costs.share),
         ]
         for context in self.args.contexts:
-            self.equal[name, context, batch] = measured.ms
+            self.equal[name, context, batch] = measured
             rows += self.beside_dense(name, context, measured)
         return rows
 
@@ -357,7 +349,7 @@ class Bench:
         if name == DENSE_CACHE:
             here = case(self.name, self.format, name, measured.batch, context)
             return [Row(f"{here}: decode step", "ms", measured.ms)]
-        dense = self.dense.get((context, measured.batch))
+        dense = self.equal.get((DENSE_CACHE, context, measured.batch))
         if dense is None:
             return []
         ratio, extent = measured.over(dense)
@@ -399,9 +391,9 @@ def base_model(name: str, format: str, device: torch.device) -> Transformer:
 
 def caches(
     format: str, args: argparse.Namespace, read: float, store: Callable[..., None]
-) -> tuple[dict[tuple[str, int, int], float], bool]:
-    """Measure every cache under one format; return ms a step by cache, context and batch, and
-    whether none failed. Nothing stays in memory."""
+) -> tuple[Equal, bool]:
+    """Measure every cache under one format; return what was measured at equal batches, and whether
+    none failed. Nothing stays in memory."""
     with released():
         base = base_model(args.model, format, args.device)
     bench = Bench(args.model, format, base, args, read, store, free_room(args.device))
@@ -435,7 +427,7 @@ def peer_settings(model: str, format: str, points: list[tuple[int, int]]) -> dic
 
 def beside_vllm(
     format: str,
-    ours: dict[tuple[str, int, int], float],
+    ours: Equal,
     args: argparse.Namespace,
     store: Callable[..., None],
 ) -> None:
@@ -474,42 +466,16 @@ def peer_ms(peer: Peer, context: int, batch: int, vocab_size: int, rounds: int) 
 def peer_rows(
     model: str,
     format: str,
-    ours: dict[tuple[str, int, int], float],
+    ours: Equal,
     context: int,
     batch: int,
     theirs: float,
 ) -> list[Row]:
     return [
-        less_row(over_vllm(model, format, name, batch, context), "ms", ms, theirs)
-        for (name, *point), ms in ours.items()
+        less_row(over_vllm(model, format, name, batch, context), "ms", measured.ms, theirs)
+        for (name, *point), measured in ours.items()
         if point == [context, batch]
     ]
-
-
-# -- whole rollouts --------------------------------------------------------------------------------
-
-
-def whole_rollouts(device: torch.device) -> Row:
-    """Return the row of rkv over the dense cache in the same bytes. A rollout's length is its
-    `max_tokens`, which the dense cache reserves; a run that waits for a stop would have it reserve
-    the longest."""
-    name, cache_bytes = ROLLOUT
-    base = base_model(name, "bf16", device)
-    work = lengths.Lengths.drawn(base.spec.vocab_size, MEDIAN, 0.6, LONGEST, ROLLOUTS)
-    engines = {
-        kind: Engine(
-            base,
-            weights="bf16",
-            kv=CACHES[kind].kv,
-            max_batch=ROLLOUTS,
-            cache_tokens=cache_bytes // kv_bytes_per_token(SHAPES[name]),
-            max_prefill_tokens=16384,
-        )
-        for kind in ("rkv", DENSE_CACHE)
-    }
-    title = f"{name} bf16 rkv over dense: whole rollouts in a cache of {cache_bytes >> 30} GiB"
-    note = f"{ROLLOUTS} rollouts, {work.total} tokens"
-    return replace(lengths.compare(title, engines, work, 1), note=note)
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -521,15 +487,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with released():
         read = bandwidth(args.device)
     results = Results("kv", args.out, bandwidth=read, rounds=args.rounds)
-    for format in args.weights if set(args.parts) - {"rollout"} else ():
+    for format in args.weights:
         with released():
             ours, is_whole = caches(format, args, read, results.add)
         complete &= is_whole
         if args.peer == "vllm":
             beside_vllm(format, ours, args, results.add)
-    if "rollout" in args.parts:
-        with released():
-            results.add([whole_rollouts(args.device)])
     return results.finish("Decoding with bounded and 8-bit caches", complete)
 
 
@@ -543,7 +506,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         contexts=[4096, 16384, 32768],
         batches=[64, 256],
         rounds=2,
-        parts=SomeOf(PARTS, PARTS[:-1]),
+        parts=SomeOf(PARTS),
         device="auto",
     )
     add_options(parser, "none")
