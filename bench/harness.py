@@ -365,29 +365,18 @@ def read_row(stored: Mapping[str, Any]) -> Row:
 
 def show(title: str, rows: list[Row]) -> bool:
     """Print the rows as a table; tell if every row reached what it must."""
-    table = Table(title=title)
-    for column in ("", "unit", "ours", "peer", "ratio", "spread", "must"):
-        table.add_column(column, justify="left" if column in ("", "unit") else "right")
+    cells = []
     for row in rows:
         spread = "" if row.spread is None else f"{row.spread[0]:.2f}-{row.spread[1]:.2f}"
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}x"
         verdict = row.verdict.replace("missed", "NOT met")
-        table.add_row(
-            row.name,
-            row.unit,
-            number(row.ours),
-            number(row.peer),
-            "" if row.ratio is None else f"{row.ratio:.2f}x",
-            spread,
-            "" if row.must is None else f"{row.must:g} {verdict}",
-        )
-    console = Console()
-    console.width = max(console.width, 110)
-    console.print(table)
+        must = "" if row.must is None else f"{row.must:g} {verdict}"
+        cells.append((row.name, row.unit, number(row.ours), number(row.peer), ratio, spread, must))
+    print_table(("", "unit", "ours", "peer", "ratio", "spread", "must"), cells, title)
     for row in rows:
-        if row.against:
-            console.print(f"{row.name}: against {row.against}", highlight=False)
-        if row.note:
-            console.print(f"{row.name}: {row.note}", highlight=False)
+        for said in (row.against and f"against {row.against}", row.note):
+            if said:
+                print(f"{row.name}: {said}")
     return all(row.met for row in rows)
 
 

@@ -9,6 +9,8 @@ share is the prompts and what parts them is the variant.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,16 @@ def smooth(values: list[float | None]) -> list[float]:
     ]
 
 
+@contextmanager
+def pair(path: Path, height: float) -> Iterator[tuple[Figure, Axes, Axes]]:
+    """Yield a picture of ten by `height` inches and its two halves; save it at the end."""
+    with matplotlib.rc_context({"font.size": 9}):
+        figure = Figure(figsize=(10, height), layout="constrained", dpi=120)
+        left, right = figure.subplots(1, 2)
+        yield figure, left, right
+        figure.savefig(path, metadata={"Software": None})
+
+
 def draw(
     axes: Axes, runs: list[dict[str, Any]], variants: tuple[str, ...], metric: str, label: str
 ) -> None:
@@ -90,21 +102,13 @@ def draw(
     axes.grid(alpha=0.25)
 
 
-def picture(
-    path: Path,
-    runs: list[dict[str, Any]],
-    variants: tuple[str, ...],
-    second: tuple[str, str],
-    log: bool,
-) -> None:
-    """Draw reward on the left, the `second` (metric, label) on the right."""
-    with matplotlib.rc_context({"font.size": 9}):
-        figure = Figure(figsize=(10, 4), layout="constrained", dpi=120)
-        left, right = figure.subplots(1, 2)
+def picture(path: Path, runs: list[dict[str, Any]], variants: tuple[str, ...]) -> None:
+    """Draw the reward on the left, and the mismatch on the right."""
+    with pair(path, 4) as (figure, left, right):
         draw(left, runs, variants, "reward/mean", "reward of the rollouts")
-        draw(right, runs, variants, *second)
-        if log:
-            right.set_yscale("log")
+        kl = "KL of the rollouts to the learner, nats"
+        draw(right, runs, variants, "mismatch/kl_k3", kl)
+        right.set_yscale("log")
         if len(variants) > MOST_INSIDE:
             lines, names = left.get_legend_handles_labels()
             figure.legend(
@@ -117,8 +121,6 @@ def picture(
             )
         else:
             left.legend(frameon=False, fontsize=8, loc="lower left")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Software": None})
 
 
 def gains(axes: Axes, rows: list[dict[str, Any]]) -> None:
@@ -143,23 +145,18 @@ def gains(axes: Axes, rows: list[dict[str, Any]]) -> None:
 def front(path: Path, runs: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
     """Draw the README's picture: what rollouts gain on the left, what a correction saves on the
     right."""
-    with matplotlib.rc_context({"font.size": 9}):
-        figure = Figure(figsize=(10, 3.4), layout="constrained", dpi=120)
-        left, right = figure.subplots(1, 2)
+    with pair(path, 3.4) as (_, left, right):
         gains(left, rows)
         draw(right, runs, LEARNT, "reward/mean", "reward of the rollouts")
         right.set_title("GRPO of SmolLM2-135M with 8-bit rollouts, 3 seeds", fontsize=9)
         right.legend(frameon=False, fontsize=8, loc="lower left")
-        figure.savefig(path, metadata={"Software": None})
 
 
 def orchestrated(path: Path, rows: list[dict[str, Any]]) -> None:
     """Draw what a rollout costs the orchestrator on the left, and on the right how many a core
     makes beside what the engines would draw, by the number of engines."""
     found = {row["name"]: row["ours"] for row in rows}
-    with matplotlib.rc_context({"font.size": 9}):
-        figure = Figure(figsize=(10, 3.4), layout="constrained", dpi=120)
-        left, right = figure.subplots(1, 2)
+    with pair(path, 3.4) as (_, left, right):
         for work, mark in (("full", "o"), ("light", "s")):
             counts = [n for n in SIZES if f"{work} E={n}: {COST}" in found]
             costs = [found[f"{work} E={n}: {COST}"] for n in counts]
@@ -173,23 +170,18 @@ def orchestrated(path: Path, rows: list[dict[str, Any]]) -> None:
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(alpha=0.25)
             axes.legend(frameon=False, fontsize=8)
-        figure.savefig(path, metadata={"Software": None})
 
 
 def main() -> None:
-    orchestrated(FOLDER / "scale.png", json.loads((BASELINES / "scale.json").read_text())["rows"])
-    runs = json.loads((RESULTS / "curves.json").read_text())["runs"]
-    kl = ("mismatch/kl_k3", "KL of the rollouts to the learner, nats")
-    picture(FOLDER / "eight_bits.png", runs, EIGHT_BITS, kl, True)
-    picture(FOLDER / "four_bits.png", runs, FOUR_BITS, kl, True)
-    picture(
-        FOLDER / "caches.png",
-        json.loads((RESULTS / "sparse.json").read_text())["runs"],
-        CACHES,
-        kl,
-        True,
-    )
-    front(FOLDER / "front.png", runs, json.loads((BASELINES / "decode.json").read_text())["rows"])
+    def stored(path: Path, key: str) -> list[dict[str, Any]]:
+        return list(json.loads(path.read_text())[key])
+
+    runs = stored(RESULTS / "curves.json", "runs")
+    orchestrated(FOLDER / "scale.png", stored(BASELINES / "scale.json", "rows"))
+    picture(FOLDER / "eight_bits.png", runs, EIGHT_BITS)
+    picture(FOLDER / "four_bits.png", runs, FOUR_BITS)
+    picture(FOLDER / "caches.png", stored(RESULTS / "sparse.json", "runs"), CACHES)
+    front(FOLDER / "front.png", runs, stored(BASELINES / "decode.json", "rows"))
 
 
 if __name__ == "__main__":

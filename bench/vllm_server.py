@@ -15,6 +15,7 @@ import subprocess
 import time
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 from bench.peer import PeerFailed, vllm_environment
 from bench.vllm_worker import config
@@ -36,12 +37,12 @@ class VllmServer:
         )
         # held until the server has ended: nobody else gets its port
         self._held = reserve_port("127.0.0.1")
-        self._port = self._held.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self._port}"
+        port = self._held.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
         self.log = folder / "vllm.log"
         self._began = time.perf_counter()
         command = [python, "-P", "-m", "vllm.entrypoints.openai.api_server"]
-        command += arguments(settings, self._port)
+        command += arguments(settings, port)
         env = environment(path, settings["device"])
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -66,12 +67,8 @@ class VllmServer:
         return str(json.loads(self._get("/version"))["version"])
 
     def _get(self, path: str) -> bytes:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5.0)
-        try:
-            connection.request("GET", path)
-            return connection.getresponse().read()
-        finally:
-            connection.close()
+        with urlopen(f"{self.url}{path}", timeout=5.0) as answer:  # noqa: S310  of our own child
+            return bytes(answer.read())
 
     def last_words(self) -> str:
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
