@@ -410,21 +410,15 @@ def dense_format(device: torch.device) -> str:
 def rows_of(
     model: str, way: str, values: Mapping[str, float], speed: Mapping[int, list[float]]
 ) -> list[Row]:
-    found = [
-        Row(f"{model} {way}: {column}", unit, values[column]) for column, unit in COLUMNS.items()
-    ]
+    found = {
+        column: Row(f"{model} {way}: {column}", unit, values[column])
+        for column, unit in COLUMNS.items()
+    }
     must, aim = MUST.get(way, (None, None)) if model == "smollm2" else (None, None)
-    found = [
-        replace(row, must=must, aim=aim, goal="ours at most")
-        if row.name.endswith("with activations")
-        else row
-        for row in found
-    ]
-    found = [
-        replace(row, note=WHY_MISSED.get(way, "")) if row.verdict == "missed" else row
-        for row in found
-    ]
-    return found + [
+    bound = replace(found["with activations"], must=must, aim=aim, goal="ours at most")
+    note = WHY_MISSED.get(way, "") if bound.verdict == "missed" else ""
+    found["with activations"] = replace(bound, note=note)
+    return [*found.values()] + [
         Row(
             f"{model} {way}: speed, {rows} rows",
             "of the reference",

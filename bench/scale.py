@@ -184,36 +184,17 @@ def _header(frame: Path) -> dict[str, Any]:
         return dict(json.loads(file.readline()))
 
 
-@dataclass(frozen=True)
-class Process:
-    pid: int
-
-    def cpu_s(self, children: bool = False) -> float:
-        """Return the processor seconds of all of its threads. children: of those that run below
-        it."""
-        if children:
-            return sum(Process(pid).cpu_s() for pid in self._children())
-        return _cpu_s(Path(f"/proc/{self.pid}/stat"))
-
-    @property
-    def runs(self) -> bool:
-        with suppress(FileNotFoundError):
-            stat = Path(f"/proc/{self.pid}/stat").read_text()
-            return stat.rpartition(")")[2].split()[0] != "Z"
-        return False
-
-    def main_s(self) -> float:
-        return _cpu_s(Path(f"/proc/{self.pid}/task/{self.pid}/stat"))
-
-    def _children(self) -> list[int]:
-        tasks = Path(f"/proc/{self.pid}/task").glob("*/children")
-        below = [int(pid) for task in tasks for pid in task.read_text().split()]
-        return below + [pid for child in below for pid in Process(child)._children()]
+def _below(pid: int) -> list[int]:
+    """Return the processes that a process has started, and theirs."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    below = [int(child) for task in tasks for child in task.read_text().split()]
+    return below + [far for child in below for far in _below(child)]
 
 
-def _cpu_s(stat: Path) -> float:
+def _cpu_s(place: str) -> float:
+    """Return the processor seconds of a process or a thread below /proc; 0 when it has ended."""
     try:
-        fields = stat.read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{place}/stat").read_text().rpartition(")")[2].split()
     except FileNotFoundError:
         return 0.0
     return (int(fields[11]) + int(fields[12])) / TICKS
@@ -233,13 +214,13 @@ def totals(url: str) -> dict[str, float]:
 
 
 @contextmanager
-def orchestrated(file: Path, log: Path) -> Iterator[Process]:
+def orchestrated(file: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run the real orchestrator; stop it as a user does."""
     command = [sys.executable, "-m", "lowroll", "orchestrate", str(file)]
     with log.open("wb") as out:
         child = subprocess.Popen(command, stdout=out, stderr=out)
     try:
-        yield Process(child.pid)
+        yield child
         if child.poll() is not None:
             raise RuntimeError(f"the orchestrator has ended: {log.read_text()[-2000:]}")
     finally:
@@ -273,29 +254,29 @@ def measure(
         for steps, after_s in ((2, 0.0), (1, warm_s)):
             time.sleep(after_s)
             _next_batch(learner, steps, process, log)
-        before = _look(process, url, learner)
+        before = _look(process.pid, url, learner)
         time.sleep(seconds)
         _next_batch(learner, 1, process, log)
-        after = _look(process, url, learner)
+        after = _look(process.pid, url, learner)
         return _row(before, after, learner.stats, count * work.rows, tree["batch_size"])
 
 
-def _next_batch(learner: Learner, count: int, process: Process, log: Path) -> None:
+def _next_batch(learner: Learner, count: int, process: subprocess.Popen[bytes], log: Path) -> None:
     """Wait until so many more batches have come: a measurement begins and ends with one."""
     wanted, end = learner.step + count, time.monotonic() + BATCH_S
     while learner.step < wanted:
-        if time.monotonic() > end or not process.runs:
+        if time.monotonic() > end or process.poll() is not None:
             raise RuntimeError(f"no batch within {BATCH_S:g} s: {log.read_text()[-2000:]}")
         time.sleep(LOOK_S)
 
 
-def _look(process: Process, url: str, learner: Learner) -> dict[str, float]:
+def _look(pid: int, url: str, learner: Learner) -> dict[str, float]:
     return totals(url) | {
         "at": time.monotonic(),
-        "own": process.cpu_s(),
-        "main": process.main_s(),
-        "scorers": process.cpu_s(children=True),
-        "peak": resident("VmHWM", process.pid) / 2**20,
+        "own": _cpu_s(f"{pid}"),
+        "main": _cpu_s(f"{pid}/task/{pid}"),
+        "scorers": sum(_cpu_s(f"{child}") for child in _below(pid)),
+        "peak": resident("VmHWM", pid) / 2**20,
         "step": learner.step,
     }
 
