@@ -38,12 +38,11 @@ class Sender:
         hwm: int = 2,
         deadline_s: float = 3600.0,
         *,
-        run: str = "",
         alive: Callable[[], None] | None = None,
     ) -> None:
         if isinstance(hwm, bool) or not isinstance(hwm, int) or hwm < 1:
             raise ValueError(f"hwm: expected an integer of at least 1, got {hwm!r}")
-        self.spool = Spool(folder, run)
+        self.spool = Spool(folder)
         self.hwm = hwm
         self.deadline_s = check_deadline(deadline_s)
         self.alive = alive
@@ -150,11 +149,10 @@ class Receiver:
         attempt: int,
         committed: int = 0,
         *,
-        run: str = "",
         alive: Callable[[], None] | None = None,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.spool = Spool(folder, run)
+        self.spool = Spool(folder)
         self.alive = alive
         self.pause = pause
         self._cursor = Cursor(committed, committed, attempt)

@@ -1,6 +1,6 @@
 """A batch as bytes, the same on every transport and on disk.
 
-    {"kind":"frame","format":3,"run":"...","step":12,"size":48123,"sha256":"...", "crc": "9cf16ae5"}
+    {"run":"","step":12,"size":48123,"sha256":"...","kind":"frame","format":3, "crc": "9cf16ae5"}
     {"kind":"batch","format":1,"num_samples":256,"step":12,...}
     the samples, a MessagePack array
 
@@ -29,16 +29,15 @@ from lowroll.transport.codec import (
     encode_sample,
     strictly,
 )
-from lowroll.transport.messages import MAX_LINE_BYTES, decode_line, encode_line
+from lowroll.transport.messages import MAX_LINE_BYTES, SealedMessage, decode_line, encode_line
 from lowroll.types import Batch, Sample, printable
 
 FORMAT = 3
 
 
-class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Header(SealedMessage, frozen=True, kw_only=True):
     """The first line of a frame. size: bytes after it."""
 
-    run: str
     step: int
     size: int
     sha256: str
@@ -56,7 +55,7 @@ class PackedSample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     loss_mask: bytes  # one byte each
 
 
-def encode_frame(batch: Batch, run: str) -> bytes:
+def encode_frame(batch: Batch) -> bytes:
     """Return the frame of a batch. CodecError for one that cannot be carried exactly, or is too
     long."""
     payload = pack_batch(batch)
@@ -64,18 +63,14 @@ def encode_frame(batch: Batch, run: str) -> bytes:
         raise CodecError(
             f"step {batch.step}: a batch of {len(payload)} bytes is over the limit of {MAX_BYTES}"
         )
-    header_line = encode_line(
-        Header(run, batch.step, len(payload), hashlib.sha256(payload).hexdigest())
-    )
-    if len(header_line) > MAX_LINE_BYTES:
-        raise CodecError(f"run: a name of {len(run)} characters is too long for a frame")
-    return header_line + payload
+    digest = hashlib.sha256(payload).hexdigest()
+    return encode_line(Header(step=batch.step, size=len(payload), sha256=digest)) + payload
 
 
-def decode_frame(data: bytes, run: str, step: int, where: str) -> Batch:
-    """Return the batch of `step` of `run`. DamagedFrame, beginning with `where`, for anything else,
-    and OtherFormat."""
-    payload = check_frame(data, run, step, where)
+def decode_frame(data: bytes, step: int, where: str) -> Batch:
+    """Return the batch of `step`. DamagedFrame, beginning with `where`, for anything else, and
+    OtherFormat."""
+    payload = check_frame(data, step, where)
     try:
         batch = unpack_batch(payload)
     except CodecError as error:
@@ -85,7 +80,7 @@ def decode_frame(data: bytes, run: str, step: int, where: str) -> Batch:
     return batch
 
 
-def check_frame(data: bytes, run: str, step: int, where: str) -> bytes:
+def check_frame(data: bytes, step: int, where: str) -> bytes:
     """Return the bytes after the header, checked for size and digest. Raises as `decode_frame`."""
     payload_start = data.find(b"\n", 0, MAX_LINE_BYTES) + 1
     try:
@@ -99,8 +94,6 @@ def check_frame(data: bytes, run: str, step: int, where: str) -> bytes:
             f"{where}: a frame of format {header.format}, this program reads {FORMAT}: finish the "
             "run with the version of lowroll that began it"
         )
-    if header.run != run:
-        raise DamagedFrame(f"{where}: of run {printable(header.run)!r}, this is run {run!r}")
     if header.step != step:
         raise DamagedFrame(f"{where}: of step {header.step}, not of step {step}")
     payload = data[payload_start:]

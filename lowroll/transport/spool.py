@@ -37,10 +37,9 @@ DAMAGED = ".damaged"  # suffix of a frame that was set aside
 class Spool:
     """The frames of a run in a folder. One process writes, and any may read."""
 
-    def __init__(self, folder: Path, run: str = "") -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        self.run = run
-        self.progress = Progress(self.folder, run)
+        self.progress = Progress(self.folder)
 
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}.frame"
@@ -59,7 +58,7 @@ class Spool:
         TransportError for another batch of a present step, or one that leaves a gap, and CodecError
         for one that cannot be encoded, before anything is written.
         """
-        data = encode_frame(batch, self.run)
+        data = encode_frame(batch)
         steps = self.steps()
         if batch.step in steps:
             if read_file(self.path(batch.step)) == data:
@@ -76,12 +75,12 @@ class Spool:
     def get(self, step: int) -> bytes:
         """Return the frame of a step. FrameGone or DamagedFrame when it is not as it was sent."""
         data = self._bytes(step)
-        check_frame(data, self.run, step, str(self.path(step)))
+        check_frame(data, step, str(self.path(step)))
         return data
 
     def read(self, step: int) -> Batch:
         """Return the batch of a step. Raises as `get`."""
-        return decode_frame(self._bytes(step), self.run, step, str(self.path(step)))
+        return decode_frame(self._bytes(step), step, str(self.path(step)))
 
     def _bytes(self, step: int) -> bytes:
         path = self.path(step)
@@ -157,22 +156,18 @@ class Spool:
     def end(self, reason: str) -> None:
         """Record why no batch follows. A later `put` revokes it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_file(
-            self.folder / END, encode_line(EndOfBatches(self.run, reason[:_MAX_REASON_CHARS]))
-        )
+        end_of_batches = EndOfBatches(reason=reason[:_MAX_REASON_CHARS])
+        write_file(self.folder / END, encode_line(end_of_batches))
 
     def ended(self) -> str | None:
         """Return why no batch follows; None while some may."""
         path = self.folder / END
         try:
-            end_of_batches = decode_line(EndOfBatches, read_file(path))
+            return decode_line(EndOfBatches, read_file(path)).reason
         except FileNotFoundError:
             return None
         except ValueError as error:
             raise DamagedFrame(f"{path}: {printable(error)}") from error
-        if end_of_batches.run != self.run:
-            raise DamagedFrame(f"{path}: not of run {self.run!r}")
-        return end_of_batches.reason
 
     def reopen(self) -> None:
         """Revoke `end`."""
@@ -191,21 +186,20 @@ class Spool:
 class Progress:
     """The trainer's cursor, and that of the last dismissed attempt, in the frames' folder."""
 
-    def __init__(self, folder: Path, run: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.run = run
         self._refused = b""  # a damaged cursor that is already logged
 
     def cursor(self) -> Cursor | None:
         """Return the trainer's cursor. None before its first report, for a dismissed attempt, and for
-        a report that is damaged or of another run, which is logged once."""
+        a damaged report, which is logged once."""
         path = self.folder / CURSOR
         try:
             data = read_file(path)
         except FileNotFoundError:
             return None
         try:
-            cursor = decode_cursor(data, self.run)
+            cursor = decode_cursor(data)
             return cursor if cursor.attempt > self.dismissed() else None
         except ValueError as error:
             if data != self._refused:
@@ -223,17 +217,17 @@ class Progress:
             )
         self.check(cursor.attempt)
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_file(path, encode_cursor(cursor, self.run))
+        write_file(path, encode_cursor(cursor))
 
     def dismiss(self, cursor: Cursor) -> None:
         """Dismiss an attempt of the trainer: it is Fenced, and the next starts from the checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_file(self.folder / DISMISSED, encode_cursor(cursor, self.run))
+        write_file(self.folder / DISMISSED, encode_cursor(cursor))
 
     def dismissed(self) -> int:
         """Return the last dismissed attempt of the trainer; -1 for none."""
         try:
-            return decode_cursor(read_file(self.folder / DISMISSED), self.run).attempt
+            return decode_cursor(read_file(self.folder / DISMISSED)).attempt
         except (FileNotFoundError, ValueError):
             return -1
 

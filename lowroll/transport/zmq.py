@@ -117,7 +117,6 @@ class Sender(FolderSender):
         hwm: int = 2,
         deadline_s: float = 3600.0,
         *,
-        run: str = "",
         attempt: int = 0,
         token: str,
         publish: Path | None = None,
@@ -126,12 +125,12 @@ class Sender(FolderSender):
         if not token:
             raise ValueError("rollouts are served only to those who know a token: none is given")
         interface = _resolve_interface(host)
-        super().__init__(folder, hwm, deadline_s, run=run, alive=alive)
+        super().__init__(folder, hwm, deadline_s, alive=alive)
         self.service = SpoolServer(self.spool, attempt, token)
         self.address = self.service.bind(interface, port)
         if publish is not None:
             publish.parent.mkdir(parents=True, exist_ok=True)
-            write_file(publish, encode_line(SenderAddress(run, attempt, self.address)))
+            write_file(publish, encode_line(SenderAddress(attempt=attempt, address=self.address)))
         self.service.start()
 
     def cursor(self) -> Cursor | None:
@@ -264,10 +263,6 @@ class SpoolServer:
     def _answer(self, peer: bytes, request: PieceRequest, again: bool) -> None:
         """Answer a request, or let it wait for its frame. again: it has waited, and was told so."""
         self._waiting.pop(peer, None)
-        if request.run != self.spool.run:
-            text = f"the orchestrator is of run {self.spool.run!r}"
-            self._send(peer, request, "refused", text=text)
-            return
         if self.cursor is not None and request.attempt < self.cursor.attempt:
             text = (
                 f"attempt {self.cursor.attempt} of the trainer has taken over from attempt "
@@ -328,7 +323,9 @@ class SpoolServer:
         self, peer: bytes, request: PieceRequest, kind: ReplyKind, piece: bytes = b"", **rest: Any
     ) -> None:
         committed = 0 if self.cursor is None else self.cursor.committed
-        reply = PieceReply(kind, self.spool.run, self.attempt, request.attempt, committed, **rest)
+        reply = PieceReply(
+            kind=kind, attempt=self.attempt, to=request.attempt, committed=committed, **rest
+        )
         with suppress(zmq.Again):  # it does not read, and will ask again
             self._socket.send_multipart([peer, *pack(reply, piece)], zmq.NOBLOCK)
 
@@ -350,13 +347,11 @@ class Receiver:
         attempt: int,
         committed: int = 0,
         *,
-        run: str = "",
         token: str,
         alive: Callable[[], None] | None = None,
         silence_s: float = SILENCE_S,
     ) -> None:
-        self.line = Connection(address, run, token)
-        self.run = run
+        self.line = Connection(address, token)
         self.alive = alive
         self.silence_s = silence_s
         self._cursor = Cursor(committed, committed, attempt)
@@ -370,7 +365,7 @@ class Receiver:
         batches are there, Fenced when a later attempt has taken over, ChannelClosed at the end."""
         step = self._cursor.received + 1
         deadline = time.monotonic() + check_deadline(deadline_s)
-        assembler = FrameAssembler(step, self.run)
+        assembler = FrameAssembler(step)
         silent_s = 0.0  # time spent listening, not wall clock: this process may have been suspended
         while assembler.batch is None:
             is_connected = self.line.tell(self._request(step, assembler.offset))
@@ -424,10 +419,7 @@ class Receiver:
             )
 
     def _request(self, want: int | None = None, offset: int = 0) -> PieceRequest:
-        cursor = self._cursor
-        return PieceRequest(
-            self.run, cursor.attempt, cursor.received, cursor.committed, want=want, offset=offset
-        )
+        return PieceRequest(**vars(self._cursor), want=want, offset=offset)
 
     def _listen(self, assembler: FrameAssembler, seconds: float) -> bool:
         """Take answers for `seconds`, or until a piece was taken or refused, and another is to be
@@ -456,8 +448,6 @@ class Receiver:
         attempt, or of an earlier orchestrator."""
         if answer.to != self._cursor.attempt or answer.attempt < self._orchestrator:
             return False
-        if answer.run != self.run and answer.kind != "refused":
-            return False
         self._orchestrator = answer.attempt
         self._acknowledged = answer.committed
         return True
@@ -466,7 +456,7 @@ class Receiver:
         """Raise the error that an answer reports, if it does."""
         where, text = self.line.where, printable(answer.text)
         if answer.kind == "refused":
-            raise TransportError(f"{where}: refused: {text}; this is run {self.run!r}")
+            raise TransportError(f"{where}: refused: {text}")
         if answer.kind == "fenced":
             raise Fenced(text)
         if answer.kind == "gone":
@@ -481,9 +471,8 @@ class Receiver:
 class FrameAssembler:
     """A frame that arrives in pieces; `batch` once it is whole."""
 
-    def __init__(self, step: int, run: str) -> None:
+    def __init__(self, step: int) -> None:
         self.step = step
-        self.run = run
         self.batch: Batch | None = None
         self._data = bytearray()
         self._size = 0  # of the whole; 0 before the first piece
@@ -506,7 +495,7 @@ class FrameAssembler:
         if len(self._data) == self._size:
             try:
                 self.batch = decode_frame(
-                    bytes(self._data), self.run, self.step, f"{where}: step {self.step}"
+                    bytes(self._data), self.step, f"{where}: step {self.step}"
                 )
             except DamagedFrame as error:
                 self.refuse(str(error))
@@ -535,10 +524,9 @@ class FrameAssembler:
 class Connection:
     """The trainer's socket, which follows the orchestrator's address."""
 
-    def __init__(self, address: str | Path, run: str, token: str) -> None:
+    def __init__(self, address: str | Path, token: str) -> None:
         self.place = address if isinstance(address, Path) else None
         self.where = str(address)
-        self.run = run
         self.token = token
         self.polls = 0  # for tests
         self._attempt = -1  # of the orchestrator whose address was read
@@ -582,19 +570,15 @@ class Connection:
         if self.place is None:
             return
         try:
-            sender_address = decode_line(SenderAddress, read_file(self.place))
+            published = decode_line(SenderAddress, read_file(self.place))
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
             log.warning("%s is ignored: %s", self.place, printable(error))
             return
-        if (
-            sender_address.run == self.run
-            and sender_address.attempt >= self._attempt
-            and sender_address.address != self.where
-        ):
-            self._attempt = sender_address.attempt
-            self._connect(sender_address.address)
+        if published.attempt >= self._attempt and published.address != self.where:
+            self._attempt = published.attempt
+            self._connect(published.address)
 
     def _connect(self, address: str) -> None:
         if self._socket is not None:

@@ -19,7 +19,7 @@ from lowroll.transport.spool import Spool
 from lowroll.types import Batch
 from tests.fixtures.any_batch import batches
 from tests.fixtures.batches import batch_of, exactly
-from tests.fixtures.frames import RUN, Fuzz, over
+from tests.fixtures.frames import Fuzz, over
 
 
 @pytest.mark.slow
@@ -37,9 +37,9 @@ def test_a_batch_is_the_same_through_every_channel(drawn: list[Batch]) -> None:
             received = over(transport, Path(folder), sent)
             assert [exactly(batch) for batch in received] == [exactly(batch) for batch in sent]
             assert [encode_batch(batch) for batch in received] == data
-            frames.append([Spool(Path(folder), RUN).get(batch.step) for batch in sent])
+            frames.append([Spool(Path(folder)).get(batch.step) for batch in sent])
     assert frames[0] == frames[1]
-    payloads = [check_frame(one, RUN, step, "") for step, one in enumerate(frames[0], 1)]
+    payloads = [check_frame(one, step, "") for step, one in enumerate(frames[0], 1)]
     assert [exactly(unpack_batch(one)) for one in payloads] == list(map(exactly, sent))
 
 

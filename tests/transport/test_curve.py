@@ -81,13 +81,13 @@ def test_the_trainers_key_is_asked_for_too(sender: Sender) -> None:
         peer.setsockopt(wire.LINGER, 0)
         peer.curve_publickey, peer.curve_secretkey, peer.curve_serverkey = public, secret, server
         peer.connect(sender.address)
-        peer.send_multipart(pack(PieceRequest("", 9, 1, 1, want=1), b""))
+        peer.send_multipart(pack(PieceRequest(attempt=9, received=1, committed=1, want=1), b""))
         assert not peer.poll(500)
         peer.close()
     peer = context.socket(wire.DEALER)
     set_client_keys(peer, TOKEN)
     peer.connect(sender.address)
-    peer.send_multipart(pack(PieceRequest("", 1, 0, 0, want=1), b""))
+    peer.send_multipart(pack(PieceRequest(attempt=1, received=0, committed=0, want=1), b""))
     assert peer.poll(30_000)
     peer.close()
     context.term()
@@ -142,7 +142,10 @@ def test_who_listens_on_the_way_reads_nothing(sender: Sender) -> None:
     frame = sender.spool.get(1)
     assert len(seen) > len(frame) and b"CURVE" in seen
     for readable in (frame[:40], frame[-40:], b"attempt", b"piece"):
-        assert readable in frame or readable in pack(PieceRequest("", 1, 0, 0), b"")[0] + b"piece"
+        assert (
+            readable in frame
+            or readable in pack(PieceRequest(attempt=1, received=0, committed=0), b"")[0] + b"piece"
+        )
         assert readable not in seen
 
 

@@ -23,13 +23,12 @@ from lowroll.transport.base import (
 )
 from lowroll.transport.filesystem import Receiver, Sender
 from lowroll.transport.frame import pack_batch
-from lowroll.transport.messages import decode_cursor
 from lowroll.transport.spool import CURSOR, Spool
 from tests.fixtures.batches import batch_of, exactly
 
 
 def test_the_spool_keeps_frames_as_they_are(tmp_path: Path) -> None:
-    spool = Spool(tmp_path / "spool", "r")
+    spool = Spool(tmp_path / "spool")
     assert spool.steps() == [] and spool.newest() is None
     for step in (3, 4, 5):
         spool.put(batch_of(step, orchestrator={"next": step}))
@@ -150,16 +149,14 @@ def test_an_earlier_attempt_is_fenced(tmp_path: Path) -> None:
 
 
 def test_batches_of_another_place_are_refused(tmp_path: Path) -> None:
-    """Of another run, of another step under this one's name, and one that was cut."""
-    sender, other = Sender(tmp_path / "a", 9, run="a"), Sender(tmp_path / "b", 9, run="b")
+    """Of another step under this one's name, and one that was cut."""
+    sender = Sender(tmp_path, 9)
     for step in (1, 2):
         sender.send(batch_of(step))
-        other.send(batch_of(step))
     path = sender.spool.path(1)
     whole, pauses = path.read_bytes(), []
-    receiver = Receiver(tmp_path / "a", 1, run="a", pause=pauses.append)
+    receiver = Receiver(tmp_path, 1, pause=pauses.append)
     for data, message in [
-        (other.spool.get(1), "of run 'b', this is run 'a'"),
         (sender.spool.get(2), "of step 2, not of step 1"),
         (whole[:-1], "bytes, .* were sent"),
         (whole.replace(b"two", b"six"), "SHA-256"),
@@ -172,11 +169,6 @@ def test_batches_of_another_place_are_refused(tmp_path: Path) -> None:
         assert len(pauses) == 2
     path.write_bytes(whole)
     assert exactly(receiver.receive(0)) == exactly(batch_of(1))
-    with pytest.raises(ValueError, match="of run 'a', this is run 'c'"):
-        (tmp_path / "c").mkdir()
-        (tmp_path / "c" / CURSOR).write_bytes((tmp_path / "a" / CURSOR).read_bytes())
-        assert Sender(tmp_path / "c", run="c").cursor() is None
-        decode_cursor((tmp_path / "c" / CURSOR).read_bytes(), "c")
 
 
 def test_a_damaged_frame_is_made_again_by_the_next_orchestrator(tmp_path: Path) -> None:
@@ -321,10 +313,10 @@ def test_a_dead_orchestrator_ends_the_wait(tmp_path: Path) -> None:
 
 
 def test_frames_are_small_files_of_plain_lines(tmp_path: Path) -> None:
-    spool = Spool(tmp_path, "r")
+    spool = Spool(tmp_path)
     spool.put(batch_of(12))
     header, rest = spool.get(12).split(b"\n", 1)
-    assert header.startswith(b'{"run":"r","step":12,"size":') and b'"kind":"frame"' in header
+    assert header.startswith(b'{"run":"","step":12,"size":') and b'"kind":"frame"' in header
     assert rest == pack_batch(batch_of(12))
     assert json.loads(rest.split(b"\n")[0])["num_samples"] == 2
 

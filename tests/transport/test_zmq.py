@@ -27,11 +27,11 @@ from lowroll.transport.base import (
     wait_until,
 )
 from lowroll.transport.messages import (
-    CursorReport,
     PieceReply,
     PieceRequest,
     SenderAddress,
     decode_line,
+    encode_cursor,
     encode_line,
 )
 from lowroll.transport.spool import Spool
@@ -92,9 +92,10 @@ def test_batches_arrive_once_in_order_and_as_they_were_sent(
 
 def test_it_listens_where_it_says_on_this_machine_alone(tmp_path: Path, stack: ExitStack) -> None:
     place = tmp_path / "roles" / "rollouts.json"
-    sender = sender_of(stack, tmp_path / "spool", run="r", attempt=3, publish=place)
+    sender = sender_of(stack, tmp_path / "spool", attempt=3, publish=place)
     assert sender.address.startswith("tcp://127.0.0.1:")
-    assert decode_line(SenderAddress, place.read_bytes()) == SenderAddress("r", 3, sender.address)
+    published = SenderAddress(attempt=3, address=sender.address)
+    assert decode_line(SenderAddress, place.read_bytes()) == published
     with pytest.raises(ValueError, match="only to those who know a token: none is given"):
         Sender(tmp_path / "b", token="")
     every = sender_of(stack, tmp_path / "c", host="0.0.0.0")
@@ -180,21 +181,15 @@ def test_an_orchestrator_that_was_there_and_is_silent_is_named(
         receiver_of(stack, where, 1, alive=dead).receive(1000)
 
 
-def test_an_earlier_attempt_is_fenced_and_another_run_refused(
-    tmp_path: Path, stack: ExitStack
-) -> None:
-    sender = sender_of(stack, tmp_path, run="a")
+def test_an_earlier_attempt_is_fenced(tmp_path: Path, stack: ExitStack) -> None:
+    sender = sender_of(stack, tmp_path)
     sender.send(batch_of(1))
-    old = receiver_of(stack, sender.address, 1, run="a")
-    new = receiver_of(stack, sender.address, 2, run="a")
+    old = receiver_of(stack, sender.address, 1)
+    new = receiver_of(stack, sender.address, 2)
     assert new.receive(30).step == 1
     with pytest.raises(Fenced, match="attempt 2 of the trainer has taken over from attempt 1"):
         old.receive(30)
     wait_until(lambda: sender.cursor() == Cursor(1, 0, 2), "the trainer's word", 30)
-    other = receiver_of(stack, sender.address, 9, run="b")
-    with pytest.raises(TransportError, match="orchestrator is of run 'a'; this is run 'b'"):
-        other.receive(30)
-    assert sender.cursor() == Cursor(1, 0, 2)
 
 
 def test_a_trainer_whose_batches_are_lost_is_sent_back_to_its_checkpoint(
@@ -242,7 +237,7 @@ def test_gone_and_ended_are_told(tmp_path: Path, stack: ExitStack) -> None:
 
 
 def answer_of(ask: PieceRequest, kind: str = "piece", **rest: object) -> PieceReply:
-    return PieceReply(kind, ask.run, 1, ask.attempt, 0, **{"step": ask.want or 0, **rest})
+    return PieceReply(kind=kind, attempt=1, to=ask.attempt, **{"step": ask.want or 0, **rest})
 
 
 def frame(tmp_path: Path, step: int = 1) -> bytes:
@@ -254,7 +249,7 @@ def frame(tmp_path: Path, step: int = 1) -> bytes:
 WRONG = {
     "noise": lambda ask, data: [b"noise"],
     "parts": lambda ask, data: [b"a", b"b", b"c"],
-    "another word": lambda ask, data: pack(CursorReport("", 1, 0, 0), b""),
+    "another word": lambda ask, data: [encode_cursor(Cursor(0, 0, 1)), b""],
     "empty": lambda ask, data: pack(answer_of(ask, size=9), b""),
     "too long": lambda ask, data: pack(answer_of(ask, size=3), b"1234"),
     "huge": lambda ask, data: pack(answer_of(ask, size=1 << 40), b"1234"),
@@ -289,7 +284,7 @@ def test_what_is_no_frame_is_asked_for_again_twice(
 
 
 def test_stale_words_are_passed_over(tmp_path: Path, stack: ExitStack) -> None:
-    """For another attempt, another run or another step, pieces twice, and an orchestrator that was
+    """For another attempt or another step, pieces twice, and an orchestrator that was
     replaced: none of it is an error, none of it counts."""
     data = frame(tmp_path)
     half = len(data) // 2
@@ -299,7 +294,6 @@ def test_stale_words_are_passed_over(tmp_path: Path, stack: ExitStack) -> None:
         good = answer_of(ask, offset=ask.offset, size=len(data))
         return [
             pack(replace(answer_of(ask, "fenced"), to=7), b""),
-            pack(replace(answer_of(ask, "gone"), run="other"), b""),
             pack(replace(good, step=2), piece),
             pack(good, piece),
             pack(good, piece),
@@ -311,7 +305,7 @@ def test_stale_words_are_passed_over(tmp_path: Path, stack: ExitStack) -> None:
 
 
 def test_words_are_read_strictly() -> None:
-    ask = PieceRequest("r", 1, 3, 2, want=4)
+    ask = PieceRequest(attempt=1, received=3, committed=2, want=4)
     line = encode_line(ask)
     assert decode_line(PieceRequest, line) == ask and len(line) < 200
     rng = random.Random(0)
@@ -327,14 +321,20 @@ def test_words_are_read_strictly() -> None:
         with pytest.raises(ValueError):
             decode_line(PieceRequest, bytes(damaged))
     content, _ = unseal(line.removesuffix(b"\n"))
-    for field, value in (("received", 1), ("attempt", -1), ("format", 2), ("more", 3)):
+    for field, value in (
+        ("received", 1),
+        ("attempt", -1),
+        ("format", 2),
+        ("more", 3),
+        ("run", "b"),
+    ):
         wrong = msgspec.json.encode(msgspec.json.decode(content) | {field: value})
         with pytest.raises(ValueError, match=f"committed|{field}"):
             decode_line(PieceRequest, seal(wrong) + b"\n")
     with pytest.raises(ValueError, match="no checksum"):
         decode_line(PieceRequest, msgspec.json.encode(ask) + b"\n")
     with pytest.raises(ValueError, match="at most"):
-        decode_line(PieceRequest, encode_line(PieceRequest("r" * 5000, 1, 1, 1)))
+        decode_line(PieceReply, encode_line(replace(answer_of(ask), text="r" * 5000)))
 
 
 def test_a_batch_that_is_dropped_while_it_is_asked_for_ends_nothing(
