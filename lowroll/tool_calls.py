@@ -6,8 +6,8 @@
     mistral       [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}], or add{"a": 1} and
                   add[ARGS]{"a": 1} behind the mark
 
-What a model writes may be anything: a call that cannot be read is a sentence in `errors`, never an
-exception, and the work is linear in the text. No library.
+A call that cannot be read is a sentence in `errors`, never an exception. The work is linear in the
+text.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 from lowroll.types import Message
@@ -84,19 +85,16 @@ class _Found:
     def full(self) -> bool:
         return len(self.calls) + len(self.errors) >= MOST_CALLS
 
-    def add(self, read: Callable[[], ToolInvocation]) -> bool:
-        """Keep a call, or the error of an ill-formed one; return whether it was a call."""
+    def add(self, read: Callable[[Any], ToolInvocation], source: Any) -> None:
+        """Keep a call, or the error of an ill-formed one."""
         try:
-            self.calls.append(read())
+            self.calls.append(read(source))
         except IllFormed as error:
             self.errors.append(str(error))
-            return False
-        return True
 
 
 def format_of(template: str) -> str | None:
-    """Return the format that a chat template, by its source, has its model write calls in; None for
-    a template that shows none of those known."""
+    """Return the format of calls in a chat template's source; None when it shows none."""
     if _MISTRAL in template:
         return "mistral"
     if _OPEN in template:
@@ -107,19 +105,16 @@ def format_of(template: str) -> str | None:
 
 
 def read(format: str, text: str) -> Spoken:
-    """Return a turn's text in parts. ValueError for an unknown format, and for nothing that a text
-    may hold; of a longer one `MOST_TEXT` characters are looked at."""
+    """Return the first `MOST_TEXT` characters of a turn in parts. ValueError for an unknown format
+    alone."""
     if format not in FORMATS:
         raise ValueError(f"tool calls: unknown format {format!r}; known: {', '.join(FORMATS)}")
     return FORMATS[format](text[:MOST_TEXT])
 
 
 class Speech:
-    """A turn as it is written, piece by piece: what is said, and what may be a call and is held back.
-    What was given out is what the whole says, however it is cut.
-
-    The space before a call is left out; a turn in which nothing can be read as a call is said as it
-    stands."""
+    """A turn as it is written, piece by piece; what may be a call is held back. The space before a
+    call is left out; a turn in which nothing can be read as a call is said as it stands."""
 
     def __init__(self, format: str) -> None:
         self.format = format
@@ -163,9 +158,8 @@ def overlap(text: str, mark: str) -> int:
 
 
 def typed(arguments: dict[str, Any], texts: Container[str]) -> dict[str, Any]:
-    """Return the arguments with those that are a text, and are none of `texts` (names of the parameters
-    that may be one), read as JSON where they are some: formats that write values as text
-    (`UNTYPED`) need it."""
+    """Return the arguments of a format that writes values as text (`UNTYPED`), read as JSON where
+    they are some. texts: names of the parameters that may be a text, which stay."""
     return {
         key: _unquoted(value) if isinstance(value, str) and key not in texts else value
         for key, value in arguments.items()
@@ -173,17 +167,16 @@ def typed(arguments: dict[str, Any], texts: Container[str]) -> dict[str, Any]:
 
 
 def texts(schema: dict[str, Any], names: Iterable[str]) -> set[str]:
-    """Return those of the parameters `names` that may be a text, by a tool's JSON schema of its
-    parameters; what it does not type may be one."""
-    known = schema.get("properties")
-    properties = known if isinstance(known, dict) else {}
-    return {name for name in names if _admits_text(properties.get(name))}
+    """Return those of the parameters `names` that may be a text by a tool's JSON schema."""
+    properties = schema.get("properties")
+    known = properties if isinstance(properties, dict) else {}
+    return {name for name in names if _admits_text(known.get(name))}
 
 
 def _admits_text(schema: Any) -> bool:
     if not isinstance(schema, dict):
         return True
-    if "enum" in schema and isinstance(schema["enum"], list):
+    if isinstance(schema.get("enum"), list):
         return any(isinstance(value, str) for value in schema["enum"])
     for some in ("anyOf", "oneOf"):
         if isinstance(schema.get(some), list):
@@ -199,7 +192,7 @@ def _unquoted(text: str) -> Any:
         return text
 
 
-def _tagged(text: str, call: Callable[[str], ToolInvocation]) -> Spoken:
+def _tagged(call: Callable[[str], ToolInvocation], text: str) -> Spoken:
     """Read calls between <tool_call> and </tool_call>; the last one may lack its end."""
     begin = text.find(_OPEN)
     if begin < 0:
@@ -207,27 +200,16 @@ def _tagged(text: str, call: Callable[[str], ToolInvocation]) -> Spoken:
     found, at = _Found(), begin
     while at >= 0 and not found.full:
         end = text.find(_CLOSE, at)
-        inside = text[at + len(_OPEN) : end if end >= 0 else None]
-        found.add(lambda inside=inside: call(inside))  # type: ignore[misc]
+        found.add(call, text[at + len(_OPEN) : end if end >= 0 else None])
         at = text.find(_OPEN, end) if end >= 0 else -1
     return _spoken(text[:begin], found)
 
 
-def _hermes(text: str) -> Spoken:
-    return _tagged(text, _json_call)
-
-
 def _json_call(inside: str) -> ToolInvocation:
     value, rest = _first_json(inside)
-    if rest.strip(_SPACE) and not rest.lstrip(_SPACE).startswith(
-        "<"
-    ):  # the end of the turn may follow
+    if rest.strip(_SPACE)[:1] not in ("", "<"):  # the end of the turn may follow
         raise IllFormed("not JSON: more follows behind it")
     return _call(value)
-
-
-def _qwen3_coder(text: str) -> Spoken:
-    return _tagged(text, _xml_call)
 
 
 def _xml_call(inside: str) -> ToolInvocation:
@@ -263,7 +245,7 @@ def _llama3_json(text: str) -> Spoken:
         except IllFormed as error:
             found.errors.append(str(error))
             break
-        found.add(lambda value=value: _call(value))  # type: ignore[misc]
+        found.add(_call, value)
         rest = rest.lstrip(_SPACE)
         if not rest.startswith(";"):
             break
@@ -273,10 +255,8 @@ def _llama3_json(text: str) -> Spoken:
 
 def _begins_with_name(text: str) -> bool:
     """Return whether a turn without a mark is a call: an object whose first key is that of one."""
-    inside = text.lstrip(_SPACE).removeprefix("{")
-    if inside == text.lstrip(_SPACE):
-        return False
-    return inside.lstrip(_SPACE).startswith(('"name"', '"type": "function"', '"parameters"'))
+    brace, inside = text.lstrip(_SPACE)[:1], text.lstrip(_SPACE)[1:].lstrip(_SPACE)
+    return brace == "{" and inside.startswith(('"name"', '"type": "function"', '"parameters"'))
 
 
 def _mistral(text: str) -> Spoken:
@@ -290,7 +270,7 @@ def _mistral(text: str) -> Spoken:
         if piece.lstrip(_SPACE).startswith(("[", "{")):
             _take_list(piece, found)
         else:
-            found.add(lambda piece=piece: _named_call(piece))  # type: ignore[misc]
+            found.add(_named_call, piece)
     return _spoken(before, found)
 
 
@@ -303,7 +283,7 @@ def _take_list(piece: str, found: _Found) -> None:
     for one in value if isinstance(value, list) else [value]:
         if found.full:
             return
-        found.add(lambda one=one: _call(one))  # type: ignore[misc]
+        found.add(_call, one)
 
 
 def _named_call(piece: str) -> ToolInvocation:
@@ -317,8 +297,8 @@ def _named_call(piece: str) -> ToolInvocation:
 
 
 FORMATS: dict[str, Callable[[str], Spoken]] = {
-    "hermes": _hermes,
-    "qwen3_coder": _qwen3_coder,
+    "hermes": partial(_tagged, _json_call),
+    "qwen3_coder": partial(_tagged, _xml_call),
     "llama3_json": _llama3_json,
     "mistral": _mistral,
 }
@@ -352,8 +332,7 @@ def _call(value: Any) -> ToolInvocation:
 
 
 def _check(arguments: dict[str, Any]) -> None:
-    """Raise IllFormed for what could not go on as JSON in UTF-8: half a surrogate pair, too
-    deep."""
+    """Raise IllFormed for arguments that are nested too deep, or have half a surrogate pair."""
     if any(depth > MOST_DEPTH for depth in depths(arguments)):
         raise IllFormed(f"the arguments are nested more than {MOST_DEPTH} deep")
     try:
@@ -388,8 +367,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
 
 
 def _first_json(text: str) -> tuple[Any, str]:
-    """Return the JSON value that a text begins with, and what follows it. IllFormed says where it
-    ends to be JSON."""
+    """Return the JSON value that a text begins with, and what follows it, or raise IllFormed."""
     text = text.lstrip(_SPACE)
     try:
         value, end = _DECODER.raw_decode(text)
