@@ -1,10 +1,10 @@
 """The iterations of the engine's thread, the only one that calls the engine, and the requests in
 flight.
 
-Each iteration runs the posted jobs, then one step of the engine. First tokens are sent to their
-event loop at once. Other updates wait until the device works on the next step, because the event
-loop would take Python's lock from the thread before. The thread waits for no reader: updates for a
-slow one are merged. A step that raises answers its requests with `EngineFailed`.
+Each iteration runs the posted jobs, then one step. First tokens are sent to their event loop at
+once. Other updates wait until the device works on the next step, because the event loop would take
+Python's lock from the thread before. Updates for a slow reader are merged. A step that raises answers
+its requests with `EngineFailed`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from types import TracebackType
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 from lowroll.engine.base import Engine, PartialSample
@@ -33,7 +32,7 @@ JOBS_S = 0.02  # seconds for posted jobs in an iteration, before requests in fli
 
 
 class ServerBusy(RuntimeError):
-    """A refusal, since too many requests are open or the server is shutting down."""
+    """A refusal: too many requests are open, or the server is ending."""
 
 
 class EngineStalled(RuntimeError):
@@ -41,7 +40,7 @@ class EngineStalled(RuntimeError):
 
 
 class EngineFailed(RuntimeError):
-    """A request that the engine could not finish. The reason is in the log, not in the message."""
+    """A request that the engine could not finish; the reason is in the log."""
 
 
 @dataclass(frozen=True)
@@ -69,24 +68,17 @@ class Delta:
 
     def then(self, later: Delta) -> Delta:
         top = self.top_logprobs
-        if top is not None and later.top_logprobs is not None:
-            top = top + later.top_logprobs
-        return Delta(
-            self.sample,
-            self.token_ids + later.token_ids,
-            self.logprobs + later.logprobs,
-            top,
-            later.finish_reason,
-            later.stop_reason,
+        return replace(
+            later,
+            token_ids=self.token_ids + later.token_ids,
+            logprobs=self.logprobs + later.logprobs,
+            top_logprobs=None if top is None else top + (later.top_logprobs or []),
         )
 
 
 class InFlightRequest:
-    """A request from its submission to its end, read by the event loop that submitted it.
-
-    check_alive: raises EngineStalled when the thread hangs. forget: called at the end. Leaving its
-    `async with` block aborts it.
-    """
+    """A request from its submission to its end, read by the event loop that submitted it. Leaving
+    its `async with` block aborts it. check_alive: raises EngineStalled when the thread hangs."""
 
     def __init__(
         self,
@@ -119,12 +111,7 @@ class InFlightRequest:
     async def __aenter__(self) -> InFlightRequest:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self.abort()
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
@@ -132,8 +119,7 @@ class InFlightRequest:
         everything comes at the end. Raises EngineFailed, EngineStalled."""
         while True:
             while self.pending:
-                first_sample = next(iter(self.pending))
-                yield self.pending.pop(first_sample)
+                yield self.pending.pop(next(iter(self.pending)))
             if self._end is not None:
                 self._result()  # raises if the end is an error
                 return
@@ -169,7 +155,6 @@ class InFlightRequest:
         self._changed.set()
 
     def wake(self) -> None:
-        """Have waiting readers check whether the thread is alive."""
         self._changed.set()
 
     def _result(self) -> Group:
@@ -182,12 +167,12 @@ class InFlightRequest:
 
     def new_deltas(self, samples: Sequence[PartialSample]) -> list[Delta]:
         """Return a delta for each sample that has drawn tokens or has ended since the last call."""
-        deltas = []
-        for sample, partial_sample in enumerate(samples):
-            has_ended = partial_sample.finish_reason is not None and sample not in self._ended
-            if len(partial_sample.token_ids) > self._num_sent.get(sample, 0) or has_ended:
-                deltas.append(self._delta(sample, partial_sample))
-        return deltas
+        return [
+            self._delta(sample, drawn)
+            for sample, drawn in enumerate(samples)
+            if len(drawn.token_ids) > self._num_sent.get(sample, 0)
+            or (drawn.finish_reason is not None and sample not in self._ended)
+        ]
 
     def last_deltas(self, group: Group) -> list[Delta]:
         """Return the last delta of each sample whose end was not sent yet."""
@@ -245,31 +230,27 @@ class Outbox:
         self._without_token: deque[InFlightRequest] = deque()  # as far as is known
 
     def expect_first_token(self, request: InFlightRequest) -> None:
-        """Watch for the first token of a request that is not a stream."""
         self._without_token.append(request)
 
     def add(self, request: InFlightRequest, deltas: list[Delta], end: Group | Exception) -> None:
         self._updates.append(Update(request, deltas, end))
 
     def collect(self, in_flight: dict[int, InFlightRequest]) -> None:
-        """Add the tokens that a step has drawn for unfinished requests. First tokens are sent at
-        once; the other updates too if they are few."""
+        """Add the tokens that a step has drawn for streams. First tokens are sent at once, and the
+        others if they are few."""
         first_updates: list[Update] = []
-        later_updates: list[Update] = []
         moved = []  # times of each stream, and the tokens of its sample that drew the most
         for handle, request in in_flight.items():
             if not request.stream:
                 continue
-            deltas = request.new_deltas(self._engine.so_far(handle))
-            if deltas:
+            if deltas := request.new_deltas(self._engine.so_far(handle)):
                 is_first = request.times.first_at is None
-                updates = first_updates if is_first else later_updates
+                updates = first_updates if is_first else self._updates
                 updates.append(Update(request, deltas, None))
                 moved.append((request.times, max(len(delta.token_ids) for delta in deltas)))
         self._metrics.moved(moved)  # sets `first_at`
         _deliver(first_updates)
         self._observe_first_tokens(in_flight)
-        self._updates += later_updates
         if len(self._updates) <= UPDATES_SENT_AT_ONCE:
             self.send()
 
@@ -278,8 +259,8 @@ class Outbox:
         _deliver(updates)
 
     def _observe_first_tokens(self, in_flight: dict[int, InFlightRequest]) -> None:
-        """Record the first tokens of requests that are no streams, which are drawn in the order in
-        which the requests came: so only the oldest is read."""
+        """Record the first tokens of requests that are no streams. They come in the order of the
+        requests, so only the oldest is read."""
         while self._without_token:
             request = self._without_token[0]
             assert request.handle is not None
@@ -291,7 +272,7 @@ class Outbox:
 
 
 class PauseControl:
-    """The state of pausing, and the pause that waits for the requests in flight."""
+    """The state of pausing."""
 
     def __init__(self) -> None:
         self.state: ThreadState = "running"
@@ -325,7 +306,6 @@ class PauseControl:
         self._answer(ValueError("mode: resumed before all requests had ended"))
 
     def stop(self) -> None:
-        """Refuse the waiting pause at shutdown."""
         self._answer(EngineStalled("pause: the server is ending"))
 
     def _answer(self, error: Exception | None) -> None:
@@ -339,8 +319,8 @@ class PauseControl:
 
 
 class EngineLoop:
-    """The iterations of the engine's thread, and all state that it alone may touch; any thread may
-    call `post`. idle_s: the longest iteration without work."""
+    """The iterations of the engine's thread, and all state that it alone may touch. idle_s: the
+    longest iteration without work."""
 
     def __init__(self, engine: Engine, metrics: Metrics, watchdog: Watchdog, idle_s: float) -> None:
         self.engine = engine
@@ -356,7 +336,7 @@ class EngineLoop:
         self.failures = 0  # consecutive failed steps
 
     def post(self, job: Callable[[], None]) -> None:
-        """Run a job between two steps."""
+        """Run a job between two steps. Thread-safe."""
         self.jobs.put(job)
 
     def run(self) -> None:
@@ -400,7 +380,6 @@ class EngineLoop:
             self.engine.abort(request.handle)
 
     def abort_all(self) -> int:
-        """End every request, and return their number."""
         requests = [*self.in_flight.values(), *self.held]
         for request in requests:
             self.abort(request)
@@ -440,7 +419,7 @@ class EngineLoop:
 
     def _run_jobs(self) -> None:
         """Admit requests that were held back, and run the posted jobs. With a step to do, jobs have
-        `JOBS_S` and are not waited for; without, the first one is waited for."""
+        `JOBS_S` and are not waited for."""
         self.watchdog.start("waiting for requests")
         while self.held and not self._holds_back():
             self._admit(self.held.popleft())
@@ -448,8 +427,7 @@ class EngineLoop:
             if not self._can_step():
                 self.outbox.send()
             is_busy = self.stopping or self._can_step() or self.pausing.state == "draining"
-            wait_s = 0.0 if is_busy else self.idle_s
-            job = self.jobs.get(timeout=wait_s)  # queue.Empty: there is none
+            job = self.jobs.get(timeout=0.0 if is_busy else self.idle_s)  # queue.Empty: none
             end = time.monotonic() + JOBS_S
             while True:
                 job()
@@ -460,13 +438,12 @@ class EngineLoop:
             return
 
     def _can_step(self) -> bool:
-        """Return whether the engine has work. During a pause it steps only to return aborted
-        requests."""
+        """Return whether the engine has work; in a pause that is to return aborted requests."""
         return bool(self.in_flight) and (self.pausing.state != "paused" or self._all_aborted())
 
     def _holds_back(self) -> bool:
-        """Return True while a pause waits for others, and until a step, which draws nothing then,
-        has returned the aborted requests."""
+        """Return whether new requests must wait: for those that a pause waits for, or until a step
+        has returned the aborted ones."""
         return self.pausing.state == "draining" or self._all_aborted()
 
     def _all_aborted(self) -> bool:
@@ -479,7 +456,6 @@ class EngineLoop:
             self.outbox.expect_first_token(request)
 
     def _admit(self, request: InFlightRequest) -> None:
-        """Add a request that was held back; the engine's refusal becomes its end."""
         try:
             self._add(request)
         except ValueError as error:
@@ -490,11 +466,9 @@ class EngineLoop:
 
     def _end(self, ended: list[tuple[int, Group]]) -> None:
         for handle, group in ended:
-            request = self.in_flight.pop(handle, None)
-            if request is not None:
-                deltas = request.last_deltas(group)
+            if (request := self.in_flight.pop(handle, None)) is not None:
                 self.metrics.ended(request.times, group)
-                self.outbox.add(request, deltas, group)
+                self.outbox.add(request, request.last_deltas(group), group)
 
     def _give_up(self) -> None:
         """Fail all requests in flight, and drop the prefix cache, which cannot be trusted."""
@@ -517,7 +491,6 @@ class EngineLoop:
 
 
 def _deliver(updates: list[Update]) -> None:
-    """Send updates to their requests, with one wake-up for each event loop."""
     updates_by_loop: dict[asyncio.AbstractEventLoop, list[Update]] = {}
     for update in updates:
         updates_by_loop.setdefault(update.request.events, []).append(update)

@@ -12,9 +12,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lowroll.engine.base import Engine
 from lowroll.server.engine_loop import (
@@ -86,21 +86,18 @@ class EngineThread:
             raise ServerBusy(
                 f"{self._open_samples} samples are open, of {self.max_samples} at most"
             )
-        submitted_request = InFlightRequest(
-            self.loop, request, stream, self.check_alive, self.forget
-        )
-        self.open.add(submitted_request)
+        in_flight = InFlightRequest(self.loop, request, stream, self.check_alive, self.forget)
+        self.open.add(in_flight)
         self._open_samples += request.n
         if self._watch is None:
-            event_loop = submitted_request.events
-            self._watch = event_loop.call_later(self.loop.idle_s, self._watch_thread)
+            self._watch = in_flight.events.call_later(self.loop.idle_s, self._watch_thread)
         try:
-            await self.call(lambda engine: self.loop.submit(submitted_request), "a new request")
+            await self.call(lambda engine: self.loop.submit(in_flight), "a new request")
         except BaseException:
-            submitted_request.abort()
-            self.forget(submitted_request)
+            in_flight.abort()
+            self.forget(in_flight)
             raise
-        return submitted_request
+        return in_flight
 
     async def call(self, fn: Callable[[Engine], T], what: str, allowed_s: float | None = None) -> T:
         """Run fn(engine) on the thread between two steps; return its result or raise its exception.
@@ -113,14 +110,13 @@ class EngineThread:
         self.check_alive(what)
         self.loop.post(lambda: self.loop.perform(job, fn, what, allowed_s))
         try:
-            await self._wait_while_alive(lambda: asyncio.wait([call_result]), what)
-            return await call_result
+            return await self._wait_for(call_result, what)
         finally:
             call_result.cancel()  # cancelled by the caller
 
     def compile_grammar(self, text: str) -> None:
-        """Compile a grammar in the caller's thread, so that the engine finds it cached. ValueError.
-        Does nothing for a remote engine."""
+        """Compile a grammar in the caller's thread, so that the engine finds it cached.
+        ValueError."""
         grammars = getattr(self.engine, "grammars", None)
         if grammars is not None:
             grammars.compile(text)
@@ -142,8 +138,7 @@ class EngineThread:
         try:
             async with asyncio.timeout(self.drain_s):
                 await self.call(lambda engine: self.loop.pause(mode, drained), "pause")
-                await self._wait_while_alive(lambda: asyncio.wait([drain_result]), "pause")
-                await drain_result
+                await self._wait_for(drain_result, "pause")
         except TimeoutError:
             await self.call(cancel, "pause")
             if not drained.done():  # else it has just ended, and its outcome counts
@@ -183,8 +178,7 @@ class EngineThread:
         return engine_health
 
     async def settle(self, grace_s: float) -> int:
-        """Take no new requests, and wait at most `grace_s` for the open ones. Return how many are
-        left."""
+        """Take no new requests, and wait for the open ones. Return how many are left."""
         self.closing = True
         end = time.monotonic() + grace_s
         while self.open and not self.paused and time.monotonic() < end:
@@ -201,19 +195,14 @@ class EngineThread:
             raise EngineStalled(f"{what}: the engine's thread does not run")
         self.watchdog.check(what)
 
-    async def _wait_while_alive(self, wait: Callable[[], Awaitable[Any]], what: str) -> None:
-        """Wait until `wait()` returns, beginning it again after each check that the engine's thread
-        is alive. Raises EngineStalled when it is not."""
-        while True:
-            try:
-                async with asyncio.timeout(self.loop.idle_s):
-                    await wait()
-                return
-            except TimeoutError:
-                self.check_alive(what)
+    async def _wait_for(self, result: asyncio.Future[T], what: str) -> T:
+        """Return a result of the engine's thread. EngineStalled when the thread hangs meanwhile."""
+        while not (await asyncio.wait([result], timeout=self.loop.idle_s))[0]:
+            self.check_alive(what)
+        return await result
 
     def _watch_thread(self) -> None:
-        """Wake the readers of all open requests when the thread hangs: one timer for all."""
+        """Wake the readers of all open requests when the thread hangs."""
         try:
             self.check_alive("a request")
         except EngineStalled:
@@ -221,16 +210,20 @@ class EngineThread:
                 request.wake()
         self._watch = None
         if self.open:
-            loop = asyncio.get_running_loop()
-            self._watch = loop.call_later(self.loop.idle_s, self._watch_thread)
+            events = asyncio.get_running_loop()
+            self._watch = events.call_later(self.loop.idle_s, self._watch_thread)
 
     async def ask_health(self) -> EngineHealth | EngineStalled:
-        """Ask the engine's thread for its health; return EngineStalled when it does not answer in
-        time."""
+        """Return the thread's health, or EngineStalled when it does not answer in time."""
 
         def health(engine: Engine) -> EngineHealth:
-            state, failures = self.loop.pausing.state, self.loop.failures
-            return EngineHealth(engine.behavior, engine.stats(), len(self.open), state, failures)
+            return EngineHealth(
+                engine.behavior,
+                engine.stats(),
+                len(self.open),
+                self.loop.pausing.state,
+                self.loop.failures,
+            )
 
         try:
             return await self.call(health, "health")
