@@ -33,10 +33,10 @@ async def generate(request: web.Request) -> web.StreamResponse:
             prompt_field="token_ids",
             requesting_field="sampling_params.prompt_logprobs",
         )
-    tokens_left = state.tokens_left(prompt_ids)
+    max_tokens = params.max_tokens
     engine_request = params.to_engine_request(
         prompt_ids,
-        max_tokens=tokens_left if params.max_tokens is None else params.max_tokens,
+        max_tokens=state.tokens_left(prompt_ids) if max_tokens is None else max_tokens,
         top_logprobs=params.logprobs or 0,
         request_id=body.request_id,
     )
@@ -68,8 +68,10 @@ class GenerateAnswer(Answer):
         return self.head | self.prompt_fields | super().whole(groups)
 
     def whole_choice(self, prompt: int, delta: Delta, rollout: Rollout) -> Tree:
-        origin_fields = {"weight_versions": weight_versions(rollout), "lowroll": origin(rollout)}
-        return self._choice(delta) | origin_fields
+        return self._choice(delta) | {
+            "weight_versions": weight_versions(rollout),
+            "lowroll": origin(rollout),
+        }
 
     def chunk(self, prompt: int, delta: Delta) -> Tree:
         return self.head | {"choices": [self._choice(delta)]}
@@ -79,10 +81,9 @@ class GenerateAnswer(Answer):
         content = None
         if num_top is not None:
             # vLLM has called the id "token" in one version and "token_id" in the next: both
-            token_objects = logprob_objects(self.names, delta, num_top)
+            objects = logprob_objects(self.names, delta, num_top)
             content = [
-                token_object | {"token_id": i}
-                for token_object, i in zip(token_objects, delta.token_ids, strict=True)
+                one | {"token_id": i} for one, i in zip(objects, delta.token_ids, strict=True)
             ]
         return {
             "index": delta.sample,

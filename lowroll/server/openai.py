@@ -9,7 +9,6 @@ from dataclasses import asdict
 
 from aiohttp import web
 
-from lowroll.engine.base import Capabilities
 from lowroll.engine.remote.protocol import pack
 from lowroll.server.engine_loop import Delta
 from lowroll.server.limits import STATE, ServerState, read_body
@@ -57,8 +56,7 @@ async def one_model(request: web.Request) -> web.StreamResponse:
 
 
 async def _model_card(state: ServerState) -> Tree:
-    """Return the model as an object of /v1/models, with the facts that lowroll's clients read."""
-    health = await state.engine.health(state.limits.health_s)
+    can, health = state.capabilities, await state.engine.health(state.limits.health_s)
     return {
         "id": state.name,
         "object": "model",
@@ -67,9 +65,14 @@ async def _model_card(state: ServerState) -> Tree:
         "root": state.name,
         "parent": None,
         "permission": [],
-        "max_model_len": state.capabilities.context_length,
+        "max_model_len": can.context_length,
         "lowroll": {
-            "capabilities": _capability_fields(state.capabilities),
+            "capabilities": vars(can)
+            | {
+                "updates": sorted(can.updates),
+                "sampler": sorted(can.sampler),
+                "kv": {"policy": can.kv.name, "options": vars(can.kv)},
+            },
             "behavior": asdict(health.behavior),
             "engine": {
                 "weight_bits": health.stats.weight_bits,
@@ -80,17 +83,9 @@ async def _model_card(state: ServerState) -> Tree:
     }
 
 
-def _capability_fields(can: Capabilities) -> Tree:
-    return vars(can) | {
-        "updates": sorted(can.updates),
-        "sampler": sorted(can.sampler),
-        "kv": {"policy": can.kv.name, "options": vars(can.kv)},
-    }
-
-
 class ChoiceText:
-    """The text of one choice as it comes; empty without a vocabulary. start: characters before it
-    in the answer. marks: special tokens of tool calls are shown."""
+    """The text of one choice as it comes; empty without a vocabulary. start: characters before it.
+    marks: special tokens of tool calls are shown."""
 
     def __init__(
         self,
@@ -107,8 +102,8 @@ class ChoiceText:
         self.begun = False
 
     def take(self, delta: Delta, offsets: list[int] | None = None) -> str:
-        """Return the text that new tokens make final, and append to `offsets` the character at
-        which each of them begins."""
+        """Return the text that new tokens make final. offsets: receives the character at which each
+        begins."""
         self.begun = True
         if self.text is None:
             return ""
@@ -131,8 +126,7 @@ class ChoiceText:
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    """`POST /v1/completions`: continue prompts, and return the log-probs of given texts. The
-    samples of the first prompt come first."""
+    """`POST /v1/completions`: continue prompts, and return the log-probs of given texts."""
     state = request.app[STATE]
     body = await read_body(request, CompletionRequest)
     state.check_n(body.n)
@@ -145,27 +139,28 @@ async def completions(request: web.Request) -> web.StreamResponse:
     answer = CompletionAnswer(request, body, prompts, scores)
     if body.max_tokens == 0:  # nothing is drawn: the scores are the answer
         return await json_response_in_worker(state, answer.scored, sum(map(len, answer.prompts)))
-    requests = []
-    for ids in answer.prompts:
-        max_tokens = body.max_tokens
-        if max_tokens is None:
-            max_tokens = max(min(DEFAULT_MAX_TOKENS, state.tokens_left(ids)), body.min_tokens)
-        requests.append(
-            body.to_engine_request(
-                ids,
-                max_tokens=max_tokens,
-                top_logprobs=body.logprobs or 0,
-                request_id=body.request_id,
-                grammar=grammar,
-            )
+    requests = [
+        body.to_engine_request(
+            ids,
+            max_tokens=_completion_length(state, body, ids),
+            top_logprobs=body.logprobs or 0,
+            request_id=body.request_id,
+            grammar=grammar,
         )
+        for ids in answer.prompts
+    ]
     return await respond(request, answer, requests, ENGINE_FIELDS | grammar_names)
+
+
+def _completion_length(state: ServerState, body: CompletionRequest, prompt_ids: list[int]) -> int:
+    if body.max_tokens is not None:
+        return body.max_tokens
+    return max(min(DEFAULT_MAX_TOKENS, state.tokens_left(prompt_ids)), body.min_tokens)
 
 
 async def _prompt_scores(
     state: ServerState, body: CompletionRequest, prompts: Sequence[EncodedPrompt]
 ) -> Sequence[PromptScores | None]:
-    """Return the scores of the prompts, if `prompt_logprobs` or a repeated prompt needs them."""
     echo_logprobs = body.logprobs if body.echo else None
     if body.prompt_logprobs is None and echo_logprobs is None:
         return [None] * len(prompts)
@@ -210,19 +205,18 @@ class CompletionAnswer(Answer):
         return choice
 
     def scored(self) -> Tree:
-        empty_delta = Delta(0, [], [], None, "length", None)
-        choices = [self._choice(i, empty_delta) for i in range(len(self.prompts))]
+        nothing = Delta(0, [], [], None, "length", None)
+        choices = [self._choice(i, nothing) for i in range(len(self.prompts))]
         return self.head | {"choices": choices, "usage": self.usage([])}
 
     def chunk(self, prompt: int, delta: Delta) -> Tree | None:
         choice = self._choice(prompt, delta)
-        is_empty = not choice["text"] and delta.finish_reason is None
-        if is_empty and self.body.logprobs is None and not self.body.return_token_ids:
+        shows_tokens = self.body.logprobs is not None or self.body.return_token_ids
+        if not (choice["text"] or delta.finish_reason or shows_tokens):
             return None
         return self.event(choice)
 
     def _echo(self, prompt: EncodedPrompt) -> str:
-        """Return the prompt's text if it is repeated before the answer, else ""."""
         if not self.body.echo:
             return ""
         if prompt.text is not None:
@@ -231,8 +225,8 @@ class CompletionAnswer(Answer):
         return "" if vocabulary is None else vocabulary.decode(prompt.token_ids)
 
     def _choice(self, i: int, delta: Delta) -> Tree:
-        """Return new tokens of a sample of prompt i as a choice. The sample's first choice has the
-        prompt's fields too, except in a packed answer."""
+        """Return new tokens of prompt i's sample as a choice. The first has the prompt's fields
+        too."""
         body, scores = self.body, self.scores[i]
         index = i * body.n + delta.sample
         end_fields = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
@@ -240,13 +234,12 @@ class CompletionAnswer(Answer):
             packed = pack(delta.token_ids, delta.logprobs)
             return {"index": index, "text": "", "packed": packed} | end_fields
         is_first = not self.texts[index].begun
-        logprob_lists = self._logprob_lists(i, delta, is_first)
-        offsets = None if logprob_lists is None else logprob_lists.text_offset
-        text = self.texts[index].take(delta, offsets)
+        lists = self._logprob_lists(i, delta, is_first)
+        text = self.texts[index].take(delta, None if lists is None else lists.text_offset)
         choice: Tree = {
             "index": index,
             "text": self.echoes[i] + text if is_first else text,
-            "logprobs": None if logprob_lists is None else logprob_lists.tree(),
+            "logprobs": None if lists is None else lists.tree(),
         }
         choice |= end_fields
         if body.return_token_ids:
@@ -254,12 +247,12 @@ class CompletionAnswer(Answer):
             if is_first:
                 choice["prompt_token_ids"] = self.prompts[i]
         if is_first and body.prompt_logprobs is not None and scores is not None:
-            top_scores = scores.cut(body.prompt_logprobs)
-            choice["prompt_logprobs"] = prompt_logprobs(self.names, self.prompts[i], top_scores)
+            choice["prompt_logprobs"] = prompt_logprobs(
+                self.names, self.prompts[i], scores.cut(body.prompt_logprobs)
+            )
         return choice
 
     def _logprob_lists(self, i: int, delta: Delta, is_first: bool) -> _LogprobLists | None:
-        """Return the log-probs of new tokens, behind those of a prompt that is repeated."""
         num_top, scores = self.body.logprobs, self.scores[i]
         if num_top is None:
             return None
@@ -284,7 +277,7 @@ class _LogprobLists:
     def add(self, ids: list[int], logprobs: list[float], tops: list[TopTokens] | None) -> None:
         name = self.names.name
         tokens = [name(token) for token in ids]
-        values = [finite_logprob(logprob) for logprob in logprobs]
+        values = list(map(finite_logprob, logprobs))
         self.tokens += tokens
         self.token_logprobs += values
         if not tops:
@@ -298,7 +291,6 @@ class _LogprobLists:
             self.top_logprobs.append(logprobs_by_name)
 
     def add_prompt(self, ids: list[int], scores: PromptScores) -> None:
-        """Add the tokens of a prompt, of which the first has no log-prob."""
         self.tokens.append(self.names.name(ids[0]))
         self.token_logprobs.append(None)
         self.top_logprobs.append(None)
@@ -386,33 +378,34 @@ class ChatAnswer(Answer):
         content, calls = self._said(delta)
         message: Tree = {"role": "assistant", "content": content}
         if calls:
-            message = {"role": "assistant", "content": content or None, "tool_calls": calls}
+            message |= {"content": content or None, "tool_calls": calls}
         choice = self._choice(delta, bool(calls)) | {"message": message}
         if self.body.return_token_ids:
             choice["lowroll"] = origin(rollout)
         return choice
 
     def first(self) -> list[Tree]:
-        start_delta = {"role": "assistant", "content": ""}
-        events = [
-            self.event({"index": i, "delta": start_delta, "logprobs": None, "finish_reason": None})
-            for i in range(self.body.n)
-        ]
+        choice = {
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        events = [self.event({"index": i} | choice) for i in range(self.body.n)]
         events[0] |= self._prompt()
         return events
 
     def chunk(self, prompt: int, delta: Delta) -> Tree | None:
         content, calls = self._said(delta)
-        if not content and delta.finish_reason is None:
-            if not self.body.logprobs and not self.body.return_token_ids:
-                return None
+        shows_tokens = self.body.logprobs or self.body.return_token_ids
+        if not (content or delta.finish_reason or shows_tokens):
+            return None
         message: Tree = {"content": content} if content else {}
         if calls:
             message["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls)]
         return self.event(self._choice(delta, bool(calls)) | {"delta": message})
 
     def _said(self, delta: Delta) -> tuple[str, list[Tree]]:
-        """Return the new text of a sample, and at its end the tool calls that were in it."""
+        """Return the new text of a sample, and at its end its tool calls."""
         content = self.texts[delta.sample].take(delta)
         if self.speeches is None:
             return content, []
@@ -435,15 +428,13 @@ class ChatAnswer(Answer):
         ]
 
     def _call_id(self, sample: int, number: int) -> str:
-        """Return an id of nine characters, as some templates require: another in each turn of a
-        conversation, the same for the same request."""
+        """Return an id of nine characters, as some templates require, the same for the same
+        request."""
         identity = repr((self.prompts[0], sample, number))
         return hashlib.sha256(identity.encode()).hexdigest()[:9]
 
     def _choice(self, delta: Delta, calls: bool) -> Tree:
-        reason: str | None = delta.finish_reason
-        if calls and reason == "stop":
-            reason = "tool_calls"
+        reason = delta.finish_reason
         logprobs = None
         if self.body.logprobs:
             top = self.body.top_logprobs or 0
@@ -451,7 +442,7 @@ class ChatAnswer(Answer):
         choice: Tree = {
             "index": delta.sample,
             "logprobs": logprobs,
-            "finish_reason": reason,
+            "finish_reason": "tool_calls" if calls and reason == "stop" else reason,
             "stop_reason": delta.stop_reason,
         }
         if self.body.return_token_ids:
@@ -468,11 +459,9 @@ class ChatAnswer(Answer):
 
 
 def _json_arguments(call: ToolInvocation, offered: OfferedTools) -> str:
-    """Return the arguments of a call as JSON, those in text as the types of the tool's schema."""
+    """Return a call's arguments as JSON, those in text as the types of the tool's schema."""
     arguments = call.arguments
     if offered.format in UNTYPED:
-        functions = (tool.function for tool in offered.tools)
-        called = next((function for function in functions if function.name == call.name), None)
-        schema = (None if called is None else called.parameters) or {}
-        arguments = typed(arguments, texts(schema, arguments))
+        schemas = {tool.function.name: tool.function.parameters for tool in offered.tools}
+        arguments = typed(arguments, texts(schemas.get(call.name) or {}, arguments))
     return json.dumps(arguments, ensure_ascii=False)

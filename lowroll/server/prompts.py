@@ -23,7 +23,7 @@ from lowroll.server.protocol import (
     too_long,
     wrong_field,
 )
-from lowroll.server.streaming import json_response_in_worker
+from lowroll.server.streaming import json_response_in_worker, prompt_fields
 from lowroll.server.text import TokenNames, Vocabulary, finite_logprob
 
 TopTokens = list[tuple[int, float]]  # the likeliest tokens of a position and their log-probs
@@ -55,22 +55,24 @@ async def encode_prompts(
 ) -> list[EncodedPrompt]:
     """Return the prompts of a completion. special: add the tokenizer's special tokens."""
     # an empty list is one prompt without tokens
-    is_single = isinstance(given, str) or not given or isinstance(given[0], int)
-    prompts: Sequence[Any] = [given] if is_single else given
-    max_prompts = state.limits.prompts
-    if len(prompts) > max_prompts:
-        raise wrong_field("prompt", f"{len(prompts)} prompts; {max_prompts} at most")
-    encoded_prompts = []
-    for i, prompt in enumerate(prompts):
-        if isinstance(prompt, str):
-            field = "prompt" if is_single else f"prompt[{i}]"
-            vocabulary = state.require_vocabulary(field)
-            _check_length(state, vocabulary, prompt, field)
-            ids = await state.run_in_worker(vocabulary.encode, prompt, special)
-            encoded_prompts.append(EncodedPrompt(ids, prompt))
-        else:
-            encoded_prompts.append(EncodedPrompt(prompt))
-    return encoded_prompts
+    if isinstance(given, str) or not given or isinstance(given[0], int):
+        return [await _encode_prompt(state, given, special, "prompt")]
+    if len(given) > state.limits.prompts:
+        raise wrong_field("prompt", f"{len(given)} prompts; {state.limits.prompts} at most")
+    return [
+        await _encode_prompt(state, prompt, special, f"prompt[{i}]")
+        for i, prompt in enumerate(given)
+    ]
+
+
+async def _encode_prompt(
+    state: ServerState, prompt: Any, special: bool, field: str
+) -> EncodedPrompt:
+    if not isinstance(prompt, str):
+        return EncodedPrompt(prompt)
+    vocabulary = state.require_vocabulary(field)
+    _check_length(state, vocabulary, prompt, field)
+    return EncodedPrompt(await state.run_in_worker(vocabulary.encode, prompt, special), prompt)
 
 
 async def encode_conversation(
@@ -92,13 +94,13 @@ async def encode_conversation(
         raise Refused(str(error), "chat_template_kwargs") from None
 
     def encode() -> list[int]:
-        template_messages = [
-            _template_message(message, f"messages[{i}]") for i, message in enumerate(messages)
-        ]
-        tool_schemas = [tool.schema_shown for tool in tools]
         try:
             text = vocabulary.render_chat(
-                chat, template_messages, body.add_generation_prompt, tool_schemas, kwargs
+                chat,
+                [_template_message(one, f"messages[{i}]") for i, one in enumerate(messages)],
+                body.add_generation_prompt,
+                [tool.schema_shown for tool in tools],
+                kwargs,
             )
             _check_length(state, vocabulary, text, "messages")
             return vocabulary.encode(text, False)
@@ -202,12 +204,8 @@ async def score_prompts(
     requesting_field: str = "prompt_logprobs",
 ) -> list[PromptScores]:
     """Return the log-probs of prompts' own tokens, with the `top` likeliest tokens of each
-    position.
-
-    The prompts are scored one by one, so that the engine draws in between. Refused names
-    `requesting_field`, which wants more than one answer may hold, or `prompt_field`, which cannot
-    be scored.
-    """
+    position. The prompts are scored one by one, so that the engine draws in between. Refused names
+    `requesting_field`, which wants too much, or `prompt_field`, which cannot be scored."""
     max_logprobs = state.limits.told_streamed if stream else state.limits.told
     # each token's own log-prob, and those of the `top` likeliest at its position
     count = sum(len(prompt.token_ids) for prompt in prompts) * (top + 1)
@@ -217,11 +215,11 @@ async def score_prompts(
         raise wrong_field(requesting_field, reason)
     if not state.capabilities.scores:
         raise wrong_field("prompt_logprobs", "this engine does not score")
-    scores = []
-    for i, prompt in enumerate(prompts):
-        field = f"{prompt_field}[{i}]" if len(prompts) > 1 else prompt_field
-        scores.append(await _score_one(state, prompt.token_ids, top, temperature, field))
-    return scores
+    fields = prompt_fields(prompt_field, len(prompts))
+    return [
+        await _score_one(state, prompt.token_ids, top, temperature, field)
+        for prompt, field in zip(prompts, fields, strict=True)
+    ]
 
 
 async def _score_one(

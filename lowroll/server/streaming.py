@@ -67,14 +67,11 @@ class Answer:
         return self.head | {"choices": choices, "usage": self.usage(groups)}
 
     def last(self, groups: Sequence[Group]) -> list[Tree]:
-        """Return the events after the last token: the origin of the samples, and the usage."""
         events = []
         if self.body.return_token_ids:
-            rollouts = [rollout for group in groups for rollout in group.rollouts]
-            origins = [
-                {"index": i} | origin(rollout, self.packed) for i, rollout in enumerate(rollouts)
-            ]
-            events.append(self.head | {"choices": [], "lowroll": origins})
+            origins = [origin(rollout, self.packed) for one in groups for rollout in one.rollouts]
+            indexed = [{"index": i} | fields for i, fields in enumerate(origins)]
+            events.append(self.head | {"choices": [], "lowroll": indexed})
         if self.body.wants_usage:
             events.append(self.head | {"choices": [], "usage": self.usage(groups)})
         return events
@@ -85,11 +82,11 @@ class Answer:
 
     def usage(self, groups: Sequence[Group]) -> dict[str, int]:
         """Return the number of tokens. A prompt with several samples counts once."""
-        num_read, num_completed = sum(map(len, self.prompts)), num_drawn(groups)
+        read, drawn = sum(map(len, self.prompts)), num_drawn(groups)
         return {
-            "prompt_tokens": num_read,
-            "completion_tokens": num_completed,
-            "total_tokens": num_read + num_completed,
+            "prompt_tokens": read,
+            "completion_tokens": drawn,
+            "total_tokens": read + drawn,
         }
 
 
@@ -97,10 +94,8 @@ async def respond(
     request: web.Request, answer: Answer, requests: Sequence[Request], names: Mapping[str, str]
 ) -> web.StreamResponse:
     """Answer a generation request with the engine's groups for `requests`, one for each prompt.
-
-    When one request fails, or the client disconnects, all are aborted. names: the client's names of
-    the engine's fields, for Refused.
-    """
+    When one fails, or the client disconnects, all are aborted. names: the client's names of the
+    engine's fields."""
     if answer.body.stream:
         return await _stream_answer(request, answer, requests, names)
     state, client_names = request.app[STATE], _names_by_prompt(names, len(requests))
@@ -118,20 +113,16 @@ async def respond(
 async def _stream_answer(
     request: web.Request, answer: Answer, requests: Sequence[Request], names: Mapping[str, str]
 ) -> web.StreamResponse:
-    """Send the events of an answer.
-
-    The engine does not wait for the client: tokens drawn meanwhile come in one event. Raises
-    Refused before the first event; later an event reports the error.
-    """
+    """Send the events of an answer. Tokens drawn while the client does not read come in one event.
+    Refused before the first event; later an event reports the error."""
     state, client_names = request.app[STATE], _names_by_prompt(names, len(requests))
     async with _submitted_streams(state, requests, client_names) as in_flight:
         events = _EventStream(request, state.limits.write_s)
-        await events.begin()
+        await events.response.prepare(request)
 
         async def send(i: int, one: InFlightRequest) -> Group:
             async for delta in _checked_deltas(one, client_names[i]):
-                tree = answer.chunk(i, delta)
-                if tree is not None:
+                if (tree := answer.chunk(i, delta)) is not None:
                     await events.send(tree)
             return await one.group()
 
@@ -167,10 +158,12 @@ async def _submitted_streams(
 
 
 def _names_by_prompt(names: Mapping[str, str], count: int) -> list[Mapping[str, str]]:
-    """Return the client's names for each request: each of several prompts has its index."""
-    if count == 1:
-        return [names]
-    return [{**names, "prompt_ids": f"{names['prompt_ids']}[{i}]"} for i in range(count)]
+    return [{**names, "prompt_ids": field} for field in prompt_fields(names["prompt_ids"], count)]
+
+
+def prompt_fields(field: str, count: int) -> list[str]:
+    """Return the client's name of each prompt: each of several has its index."""
+    return [field] if count == 1 else [f"{field}[{i}]" for i in range(count)]
 
 
 async def _checked_deltas(
@@ -183,8 +176,7 @@ async def _checked_deltas(
 
 @contextmanager
 def _engine_errors(names: Mapping[str, str]) -> Iterator[None]:
-    """Raise the engine's refusals in the client's words; those of requests that were held back by a
-    pause come late."""
+    """Raise the engine's refusals in the client's words."""
     try:
         yield
     except ValueError as error:
@@ -192,8 +184,7 @@ def _engine_errors(names: Mapping[str, str]) -> Iterator[None]:
 
 
 async def _gather(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of all jobs in order. When one fails, cancel the others and raise its
-    error."""
+    """Return the results of all jobs in order. The first error cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(job) for job in jobs]
@@ -203,7 +194,7 @@ async def _gather(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 class _EventStream:
-    """A response of server-sent events. A client that reads nothing for `patience_s` is dropped."""
+    """A response of server-sent events."""
 
     def __init__(self, request: web.Request, patience_s: float) -> None:
         self.request = request
@@ -212,9 +203,6 @@ class _EventStream:
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         self.turn = asyncio.Lock()
-
-    async def begin(self) -> None:
-        await self.response.prepare(self.request)
 
     async def send(self, tree: Tree) -> None:
         await self._write(compact_json(tree))
@@ -271,16 +259,14 @@ def openai_head(request: web.Request, prefix: str, object: str) -> Tree:
 
 
 def origin(rollout: Rollout, packed: bool = False) -> Tree:
-    """Return what a learner needs of a rollout in addition to its tokens: log-probs (unless they
-    are packed with the tokens), who drew it, how it ended, and what its cache dropped."""
+    """Return what a learner needs of a rollout besides its tokens: log-probs (unless packed), who
+    drew it, how it ended, and what its cache dropped."""
     behavior, evictions = rollout.behavior, None
     if rollout.evictions is not None:
         numbers = base64.b64encode(rollout.evictions.numbers).decode()
         evictions = asdict(rollout.evictions) | {"numbers": numbers}
-    fields: Tree = {}
-    if not packed:
-        fields["logprobs"] = [finite_logprob(logprob) for logprob in rollout.logprobs]
-    return fields | {
+    logprobs: Tree = {} if packed else {"logprobs": list(map(finite_logprob, rollout.logprobs))}
+    return logprobs | {
         "behavior": vars(behavior) | {"policy": [vars(span) for span in behavior.policy]},
         "finish_reason": rollout.finish_reason,
         "stop_reason": rollout.stop_reason,
