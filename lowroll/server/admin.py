@@ -54,8 +54,8 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 
 async def weights(request: web.Request) -> web.Response:
     """`GET /weights`: return the current weights, and the available versions."""
-    state, store = request.app[STATE], request.app[WEIGHTS]
-    health = await state.engine.health()
+    store = request.app[WEIGHTS]
+    health = await request.app[STATE].engine.health()
     available = await asyncio.to_thread(store.versions)
     current = _version_fields(store.current) | _policy_fields(health.behavior)
     return web.json_response({**current, "available": available})
@@ -80,7 +80,7 @@ async def update_weights(request: web.Request) -> web.Response:
 
 
 async def _update(app: web.Application, version: str, in_flight: InFlight) -> dict[str, Any]:
-    """Take a version, from a complete one if the engine missed a change. Return the answer."""
+    """Take a version, and return the answer."""
     began_at = time.monotonic()
     try:
         try:
@@ -101,8 +101,8 @@ async def _update(app: web.Application, version: str, in_flight: InFlight) -> di
 async def _take_version(
     app: web.Application, version: str, in_flight: InFlight, gap: bool = False
 ) -> tuple[WeightVersion, BehaviorTag]:
-    """Read a version and have the engine take it. Return it and the tag of the next request. gap:
-    read from a complete version on. ValueError as of `Engine.update_weights`."""
+    """Have the engine take a version. Return it and the tag of the next request. gap: read from a
+    complete version on. ValueError as of `Engine.update_weights`."""
     state, store = app[STATE], app[WEIGHTS]
     behavior = (await state.engine.health()).behavior
     weight_version, updates = await _read_version(app, version, behavior, gap)
@@ -126,27 +126,22 @@ async def _take_version(
 async def _read_version(
     app: web.Application, version: str, behavior: BehaviorTag, gap: bool
 ) -> tuple[WeightVersion, VersionUpdates]:
-    """Return a version and the updates to it from the engine's weights. EngineStalled when they are
-    not read in time."""
-    state, store = app[STATE], app[WEIGHTS]
-    newest = behavior.policy[-1].version
+    """Return what `WeightStore.load` does. EngineStalled when it takes too long."""
+    state, newest = app[STATE], behavior.policy[-1].version
     limit_s = state.limits.update_s
     try:
         async with asyncio.timeout(limit_s):
             return await asyncio.to_thread(
-                store.load, version, newest, state.capabilities, behavior.weights, gap
+                app[WEIGHTS].load, version, newest, state.capabilities, behavior.weights, gap
             )
     except TimeoutError:
         raise EngineStalled(f"weights: {version} was not read in {limit_s:g} s") from None
 
 
 def _version_fields(version: WeightVersion | None) -> dict[str, Any]:
-    """Return the last version that was taken, and its manifest's digest."""
-    if version is None:
-        return {"version": None, "manifest_digest": None}
-    broadcast = version.broadcast
+    broadcast = None if version is None else version.broadcast
     return {
-        "version": version.name,
+        "version": None if version is None else version.name,
         "manifest_digest": None if broadcast is None else broadcast.digest,
     }
 

@@ -17,7 +17,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from aiohttp import web
@@ -49,8 +49,7 @@ THREADS = 4  # threads that encode texts and read weights
 
 
 async def health(request: web.Request) -> web.Response:
-    """`GET /health`: 200 if the engine's thread answers in time and its last steps did not fail,
-    else 503 and the reason."""
+    """`GET /health`: 200 if the engine's thread answers and does not fail, else 503 and why."""
     state = request.app[STATE]
     try:
         engine_health = await state.engine.health(state.limits.health_s)
@@ -65,10 +64,8 @@ async def health(request: web.Request) -> web.Response:
 async def metrics(request: web.Request) -> web.Response:
     state = request.app[STATE]
     engine_health: EngineHealth | None = None
-    try:
+    with suppress(EngineStalled):  # lowroll_engine_up says it
         engine_health = await state.engine.health(state.limits.health_s)
-    except EngineStalled:
-        pass  # lowroll_engine_up says it
     body = state.engine.metrics.render(engine_health)
     return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4"})
 
@@ -139,8 +136,8 @@ async def _end_workers(app: web.Application) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket bound to an address. It does not listen yet, so that clients are refused, and
-    do not wait, until the model is loaded. ValueError with the reason."""
+    """Return a socket bound to an address, or raise ValueError. It does not listen yet: clients are
+    refused until the model is loaded."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -159,10 +156,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _address_error(address: tuple[Any, ...], error: Exception) -> ValueError:
-    host, port = address[:2]
-    is_in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-    hint = "; --port 0 takes one that is free" if is_in_use else ""
-    return ValueError(f"--port: {host}:{port}: {error}{hint}")
+    in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+    hint = "; --port 0 takes one that is free" if in_use else ""
+    return ValueError(f"--port: {address[0]}:{address[1]}: {error}{hint}")
 
 
 async def run(
@@ -171,7 +167,7 @@ async def run(
     ready: Callable[[], None],
     grace_s: float = 20.0,
 ) -> int:
-    """Serve until a signal comes, and return its number. ready: called when requests are
+    """Serve until a signal comes, and return its number. ready: called once requests are
     accepted."""
     engine = app[STATE].engine
     # every thread keeps the memory of the largest text that it has encoded
@@ -230,13 +226,8 @@ async def listen(
         if len(server.connections) >= max_connections:
             return _RefusedConnection()
         protocol = _Connection(server, event_loop, limits.write_s, silence_timers)
-        silence_timers[protocol] = event_loop.call_later(limits.head_s, drop, protocol)
+        silence_timers[protocol] = event_loop.call_later(limits.head_s, protocol.drop)
         return protocol
-
-    def drop(protocol: web.RequestHandler) -> None:
-        del silence_timers[protocol]
-        if protocol.transport is not None:
-            protocol.transport.abort()
 
     try:
         return await event_loop.create_server(connection, sock=listening, backlog=backlog)
@@ -266,7 +257,7 @@ class _Connection(web.RequestHandler):
     def pause_writing(self) -> None:
         super().pause_writing()
         loop = asyncio.get_running_loop()
-        self.unread = loop.call_later(self.patience_s, self._drop)
+        self.unread = loop.call_later(self.patience_s, self.drop)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -274,8 +265,7 @@ class _Connection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._forget()
-        timer = self.silent.pop(self, None)
-        if timer is not None:
+        if (timer := self.silent.pop(self, None)) is not None:
             timer.cancel()
         super().connection_lost(exc)
 
@@ -284,7 +274,8 @@ class _Connection(web.RequestHandler):
             self.unread.cancel()
             self.unread = None
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """Close the connection at once."""
         if self.transport is not None:
             self.transport.abort()
 
@@ -311,8 +302,7 @@ class _RefusedConnection(asyncio.Protocol):
 
 
 class _FileShortageHandler:
-    """A handler of event loop exceptions that logs a shortage of files once, not a traceback for
-    every connection."""
+    """A handler that logs a shortage of files once."""
 
     def __init__(self) -> None:
         self.told = False
@@ -328,8 +318,8 @@ class _FileShortageHandler:
 
 @contextmanager
 def catch_signals() -> Iterator[tuple[asyncio.Future[int], asyncio.Future[int]]]:
-    """Yield futures of the numbers of the first and the second signal. A second one right after the
-    first is its echo. An ignored signal (nohup) stays ignored."""
+    """Yield futures of the numbers of the first and the second signal. An ignored signal (nohup)
+    stays ignored."""
     loop = asyncio.get_running_loop()
     first, second = loop.create_future(), loop.create_future()
     first_at = 0.0
@@ -342,15 +332,11 @@ def catch_signals() -> Iterator[tuple[asyncio.Future[int], asyncio.Future[int]]]
         elif time.monotonic() - first_at > ECHO_S and not second.done():
             second.set_result(number)
 
-    caught_signals = [
-        signal_number
-        for signal_number in SIGNALS
-        if signal.getsignal(signal_number) not in (signal.SIG_IGN, None)
-    ]
-    for number in caught_signals:
+    caught = [one for one in SIGNALS if signal.getsignal(one) not in (signal.SIG_IGN, None)]
+    for number in caught:
         loop.add_signal_handler(number, take, number)
     try:
         yield first, second
     finally:
-        for number in caught_signals:
+        for number in caught:
             loop.remove_signal_handler(number)

@@ -83,15 +83,12 @@ class ServerLimits:
 
 @dataclass
 class ServerState:
-    """The engine's thread and the model, for all handlers (`request.app[STATE]`).
-
-    chat: the model's tokenizer with its chat template; vocabulary: without. Without either only
-    token ids go in and out. name: the served name of the model.
-    """
+    """The engine's thread and the model, for all handlers (`request.app[STATE]`). chat: the model's
+    tokenizer with its chat template. vocabulary: None lets only token ids in and out."""
 
     engine: EngineThread
     chat: ChatTokenizer | None
-    name: str
+    name: str  # of the model, as it is served
     capabilities: Capabilities
     vocabulary: Vocabulary | None = None
     limits: ServerLimits = field(default_factory=ServerLimits)
@@ -116,14 +113,14 @@ class ServerState:
             raise wrong_field("n", f"{n} answers; {self.limits.n} at most")
 
     def require_vocabulary(self, field: str) -> Vocabulary:
-        """Return the model's vocabulary. Refuse the field that needs it where there is none."""
+        """Return the model's vocabulary. Refuse the field that needs one that is missing."""
         if self.vocabulary is None:
             raise wrong_field(field, "the model has no tokenizer; use token ids")
         return self.vocabulary
 
     def tokens_left(self, prompt_ids: list[int]) -> int:
-        """Return how many tokens the context leaves for an answer, but at least 1, which the engine
-        then refuses."""
+        """Return how many tokens the context leaves for an answer; at least 1, for the engine to
+        refuse."""
         return max(1, self.capabilities.context_length - len(prompt_ids))
 
 
@@ -136,7 +133,7 @@ _BEGUN: web.RequestKey[bool] = web.RequestKey("begun", bool)
 
 @dataclass(frozen=True)
 class Credentials:
-    """The bearer tokens of clients: `token` for every route (None: no token), `admin` for
+    """The bearer tokens of clients: `token` for every route (None: needs none), `admin` for
     control."""
 
     token: str | None = field(default=None, repr=False)
@@ -154,7 +151,8 @@ def guard(routes: Routes, credentials: Credentials, hosts: frozenset[str] | None
         nonlocal open_requests, held_bytes
         state = request.app[STATE]
         request[REQUEST_ID] = _request_id(request)
-        _stop_silence_timer(request)
+        if (timer := request.app[SILENT].pop(request.protocol, None)) is not None:
+            timer.cancel()
         resource = request.match_info.route.resource
         path = "" if resource is None else resource.canonical
         # paths without a route are hidden behind the token too
@@ -188,7 +186,7 @@ def guard(routes: Routes, credentials: Credentials, hosts: frozenset[str] | None
 
 
 def _held_bytes(request: web.Request, limits: ServerLimits) -> int:
-    """Return the bytes that a body takes while its request is open; 0 for a small one."""
+    """Return the bytes that a body holds while its request is open; 0 for a small one."""
     if not request.body_exists:
         return 0
     size = limits.body if request.content_length is None else request.content_length
@@ -215,7 +213,6 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
 
 
 async def _read_bytes(request: web.Request) -> bytes:
-    """Return the body of a request. Refuse one that is not JSON, too large or too late."""
     limits = request.app[STATE].limits
     if request.content_type != "application/json":
         raise wrong_field("Content-Type", "expected application/json", 415)
@@ -259,8 +256,7 @@ def parse_json(body: bytes, depth: int) -> dict[str, Any]:
 
 
 def _too_deep(body: bytes, depth: int) -> bool:
-    """Return True if lists and objects are nested deeper. For invalid JSON either answer is
-    right."""
+    """Return whether lists and objects are nested deeper; of invalid JSON anything."""
     if body.count(b"[") + body.count(b"{") <= depth:
         return False
     brackets = _JSON_STRING.sub(b"", body).translate(_BRACES_TO_BRACKETS, _OTHER_BYTES)
@@ -280,19 +276,13 @@ def _finite_float(text: str) -> float:
     return number
 
 
-def _stop_silence_timer(request: web.Request) -> None:
-    timer = request.app[SILENT].pop(request.protocol, None)
-    if timer is not None:
-        timer.cancel()
-
-
 def _request_id(request: web.Request) -> str:
     sent_id = request.headers.get("X-Request-Id", "")
     return sent_id if _REQUEST_ID_PATTERN.fullmatch(sent_id) else secrets.token_hex(12)
 
 
 def _check_version(request: web.Request) -> None:
-    """Refuse 0.9 and 2.0, which aiohttp accepts, and whose version its answer would repeat."""
+    """Refuse HTTP 0.9 and 2.0, which aiohttp accepts and repeats in its answer."""
     if request.version not in (HttpVersion10, HttpVersion11):
         major, minor = request.version
         request._cache["version"] = HttpVersion11
@@ -334,9 +324,10 @@ def _check_token(request: web.Request, access: Access, credentials: Credentials)
     headers = request.headers.getall("Authorization", [])
     header = headers[0] if len(headers) == 1 else ""
     token = header.removeprefix("Bearer ") if header.startswith("Bearer ") else ""
-    is_admin = same_token(token, credentials.admin)
+    if same_token(token, credentials.admin):
+        return
     is_client = credentials.token is None or same_token(token, credentials.token)
-    if not (is_admin or (access == "token" and is_client)):
+    if access != "token" or not is_client:
         raise wrong_field("Authorization", "expected this server's token", 401)
 
 
@@ -348,8 +339,8 @@ def same_token(given: str, token: str | None) -> bool:
 
 
 def _error_response(request: web.Request, error: Exception) -> web.StreamResponse:
-    """Return the answer to an error. ConnectionResetError when a response has begun already,
-    because its end would look like that of a complete one."""
+    """Return the answer to an error. ConnectionResetError when a response has begun: its end would
+    look like that of a complete one."""
     if isinstance(error, ConnectionResetError):
         raise error
     if request.get(_BEGUN):
@@ -379,11 +370,9 @@ def _error_response(request: web.Request, error: Exception) -> web.StreamRespons
 
 
 def _unknown_path_text(request: web.Request) -> str:
-    """Name the nearest route for an unknown path: most clients omit /v1, or repeat it."""
+    """Return an error with the nearest route: most clients omit /v1, or repeat it."""
     path = request.path[:_MAX_SHOWN_PATH]
-    known_paths = [
-        route.resource.canonical for route in request.app.router.routes() if route.resource
-    ]
-    similar_paths = get_close_matches(path, known_paths, n=1)
-    hint = f"; did you mean {similar_paths[0]}?" if similar_paths else ""
+    known = [route.resource.canonical for route in request.app.router.routes() if route.resource]
+    similar = get_close_matches(path, known, n=1)
+    hint = f"; did you mean {similar[0]}?" if similar else ""
     return f"there is no {printable(path)} here{hint}"

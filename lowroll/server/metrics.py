@@ -64,8 +64,7 @@ class _EngineTotals(Collector):
 
 
 class Metrics:
-    """The metrics of one server, in a registry of its own. The engine's own state is read from its
-    health."""
+    """The metrics of one server, in a registry of its own."""
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
@@ -136,8 +135,7 @@ class Metrics:
         self._answers.labels(route, str(status)).inc()
 
     def render(self, health: EngineHealth | None) -> bytes:
-        """Return all metrics in Prometheus' format. health: None when the engine's thread does not
-        answer."""
+        """Return all metrics in Prometheus' format. health: None when the thread is silent."""
         self._up.set(health is not None and health.healthy)
         if health is not None:
             stats = health.stats

@@ -1,8 +1,8 @@
 """The bodies of requests as pydantic models, and their errors.
 
 Fields of `NEUTRAL_VALUES` are refused unless they request what happens anyway, those of
-`IGNORED_FIELDS` are accepted. Any other unknown field is refused, with the nearest known name. The
-engine checks the ranges of sampling fields.
+`IGNORED_FIELDS` are accepted, and other unknown fields are refused. The engine checks the ranges of
+sampling fields.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ IGNORED_FIELDS = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prediction "
     "cache_salt priority routed_experts_prompt_start".split()
 )
-_OFF: tuple[Any, ...] = (None, False, [], {}, "")
 # by field: the values that request what happens anyway
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
@@ -54,7 +53,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
         "reasoning_effort verbosity use_beam_search include_stop_str_in_output "
         "continue_final_message continuous_usage_stats prompt_embeds features content_parts add_special_tokens "
         "thinking_token_budget moderation".split(),
-        _OFF,
+        (None, False, [], {}, ""),
     ),
     **dict.fromkeys(("tool_choice", "function_call"), (None, "none", "auto")),
     "response_format": (None, {"type": "text"}),
@@ -109,9 +108,7 @@ class RequestBody(BaseModel):
     def _drop_null(cls, tree: Any) -> Any:
         if not isinstance(tree, dict):
             return tree
-        return {
-            k: item for k, item in tree.items() if item is not None or k not in cls.model_fields
-        }
+        return {k: v for k, v in tree.items() if v is not None or k not in cls.model_fields}
 
     def check(self) -> None:
         """Refuse combinations of fields that pydantic cannot check."""
@@ -276,7 +273,6 @@ class CompletionRequest(SamplingFields, GenerationFields, StructuredOutputFields
                 raise wrong_field("packed", f"it does not go with {field}")
 
     def _check_without_answer(self) -> None:
-        """Check a request with `max_tokens` 0, for the log-probs of its prompt alone."""
         if not self.echo and self.prompt_logprobs is None:
             raise wrong_field("max_tokens", "0 draws nothing; it goes with echo or prompt_logprobs")
         if self.n != 1:
@@ -334,8 +330,8 @@ class Tool(RequestBody):
 
     @property
     def schema_shown(self) -> dict[str, Any]:
-        function_schema = self.function.model_dump(exclude_unset=True, exclude={"strict"})
-        return {"type": "function", "function": function_schema}
+        function = self.function.model_dump(exclude_unset=True, exclude={"strict"})
+        return {"type": "function", "function": function}
 
 
 class ConversationFields(RequestBody):
@@ -360,10 +356,11 @@ class ChatRequest(SamplingFields, GenerationFields, StructuredOutputFields, Conv
         super().check()
         if self.top_logprobs is not None and not self.logprobs:
             raise wrong_field("top_logprobs", "it goes with logprobs: true")
-        other_limit = self.max_completion_tokens
-        if other_limit is not None and self.max_tokens not in (None, other_limit):
-            reason = f"{self.max_tokens}, and max_completion_tokens is {other_limit}"
-            raise wrong_field("max_tokens", reason)
+        other = self.max_completion_tokens
+        if other is not None and self.max_tokens not in (None, other):
+            raise wrong_field(
+                "max_tokens", f"{self.max_tokens}, and max_completion_tokens is {other}"
+            )
 
 
 class SamplingParams(SamplingFields):
@@ -454,10 +451,8 @@ def parse_request(
     kind: type[B],
     check_model: Callable[[str | None], None] = lambda name: None,
 ) -> B:
-    """Return the validated body. Raises Refused, which names the field.
-
-    check_model: refuses the name of a model, before fields are compared with each other.
-    """
+    """Return the validated body, or raise Refused. check_model: called before fields are compared
+    with each other."""
     try:
         body = kind.model_validate(tree)
     except ValidationError as error:
@@ -471,10 +466,7 @@ def parse_request(
 
 
 def refuse_engine_error(error: ValueError, names: Mapping[str, str]) -> NoReturn:
-    """Raise the engine's own refusal, "field: reason", under the client's name of the field.
-
-    names: the client's names of fields, where they differ from the engine's.
-    """
+    """Raise the engine's own refusal, "field: reason", under the client's name of the field."""
     text = str(error)
     match = re.match(r"(\w+)((?:\[\d+\])*): ", text)
     if match is None:
@@ -511,15 +503,13 @@ def _check_extra(body: RequestBody, where: str) -> None:
 
 
 def _check_names(kind: type[RequestBody], names: Iterable[str], where: str) -> None:
-    """Refuse a field that does not exist, with a hint at a similar one or at its route."""
     known_names = (*kind.model_fields, *NEUTRAL_VALUES, *IGNORED_FIELDS)
     for name in names:
         if name in known_names:
             continue
-        routes = [route for route, route_body in ROUTES.items() if name in route_body.model_fields]
-        is_top_level = not where
+        routes = [route for route, body in ROUTES.items() if name in body.model_fields]
         hint = ""
-        if routes and is_top_level:
+        if routes and not where:
             hint = f"; it is one of {routes[0]}"
         elif similar_names := get_close_matches(name, known_names, 1):
             hint = f"; did you mean {similar_names[0]}?"

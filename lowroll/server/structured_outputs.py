@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,7 +27,6 @@ from lowroll.tool_calls import MOST_CALLS
 
 JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY_OBJECT = {"type": "object"}
-_MISTRAL_MARK = "[TOOL_CALLS]"
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,14 @@ class CallSyntax:
 _CALL_SYNTAX = {
     "hermes": CallSyntax("\n", open="<tool_call>", close="</tool_call>"),
     "llama3_json": CallSyntax("; ", arguments="parameters"),
-    "mistral": CallSyntax(", ", first=_MISTRAL_MARK, last="]"),
+    "mistral": CallSyntax(", ", first="[TOOL_CALLS]", last="]"),
 }
 
 
 @dataclass(frozen=True)
 class OfferedTools:
-    """The tools that a model may call, and the format in which it writes calls
-    (`lowroll.tool_calls`).
-
-    several: it may call more than once in a turn. required: tools of which the answer must call
-    one, without other text.
-    """
+    """The tools that a model may call, and the format of its calls (`lowroll.tool_calls`). several:
+    more than one call in a turn. required: tools of which it must call one, without other text."""
 
     tools: Sequence[Tool]
     format: str
@@ -81,7 +77,6 @@ def offered_tools(state: ServerState, body: ChatRequest) -> OfferedTools | None:
 
 
 def _required_tools(body: ChatRequest) -> Sequence[Tool]:
-    """Return the tools of which the answer must call one. Refuse an unknown `tool_choice`."""
     choice = body.tool_choice
     if choice in ("auto", "none"):
         return ()
@@ -114,8 +109,8 @@ def check_tool_names(tools: Sequence[Tool]) -> None:
 async def grammar_of(
     state: ServerState, body: StructuredOutputFields, offered: OfferedTools | None = None
 ) -> tuple[str | None, dict[str, str]]:
-    """Return the grammar of an answer, and the client's name of the engine's field `grammar`, for
-    errors; None and no name where anything is allowed. Refuse two grammars, and an invalid one."""
+    """Return the grammar of an answer, and the client's name of the engine's field `grammar`;
+    (None, {}) where anything is allowed. Refuse two grammars, and an invalid one."""
     writers = _requested_grammars(body)
     if offered is not None and offered.required:
         writers["tool_choice"] = lambda: _call_grammar(state, offered)
@@ -140,7 +135,6 @@ async def grammar_of(
 
 
 def _requested_grammars(body: StructuredOutputFields) -> dict[str, Callable[[], str]]:
-    """Return, by field, functions that write the grammars that a body requests."""
     writers: dict[str, Callable[[], str]] = {}
     response_format = body.response_format
     if response_format is not None and response_format.type == "json_object":
@@ -180,7 +174,6 @@ def _json_grammar(schema: dict[str, Any]) -> str:
 
 
 def _regex_grammar(regex: str) -> str:
-    """Return the grammar of a full match of a regular expression in Rust's syntax."""
     return str(_import_matcher().grammar_from_regex(regex))
 
 
@@ -197,10 +190,8 @@ def _import_matcher() -> Any:
 def _schema_grammar(schema: dict[str, Any] | str) -> str:
     """Return the grammar of JSON by a schema, given as an object or as text."""
     if isinstance(schema, str):
-        try:
+        with suppress(ValueError, RecursionError):
             schema = json.loads(schema)
-        except (ValueError, RecursionError):
-            schema = ""
     if not isinstance(schema, dict):
         raise ValueError("grammar: expected a JSON schema, an object")
     return _json_grammar(schema)
@@ -240,15 +231,14 @@ def _call_grammar(state: ServerState, offered: OfferedTools) -> str:
         """Write a mark as the special token that stands for it, if there is one, else as text."""
         return tokens.get(text, json.dumps(text)) if text else ""
 
-    more_calls = ""
-    if offered.several:
-        more_calls = f"({literal(syntax.between)} call){{0,{MOST_CALLS - 1}}}"
+    more_calls = (
+        f"({literal(syntax.between)} call){{0,{MOST_CALLS - 1}}}" if offered.several else ""
+    )
     open_list = '"["' if syntax.first else ""
-    alternatives = " | ".join(f"named{i}" for i in range(len(offered.required)))
     rules = [
         f"start: {literal(syntax.first)} {open_list} call {more_calls} {literal(syntax.last)}",
         f"call: {literal(syntax.open)} named {literal(syntax.close)}",
-        f"named: {alternatives}",
+        "named: " + " | ".join(f"named{i}" for i in range(len(offered.required))),
     ]
     for i, tool in enumerate(offered.required):
         function = tool.function

@@ -1,7 +1,7 @@
 """Text from token ids, whole or streamed.
 
-What could still change is held back: an unfinished character, and the longest end that may become a
-stop string. Emitted text is never taken back, so a stream equals the whole response.
+An unfinished character, and an end that may become a stop string, are held back, so that a stream
+equals the whole response.
 """
 
 from __future__ import annotations
@@ -91,12 +91,11 @@ class Vocabulary:
             return chat.render(messages, open_turn, tools, template_kwargs)
 
     def _name(self, token_id: int) -> str:
-        """Return one token's text, with replacement characters for invalid bytes."""
         return self.piece(token_id).decode("utf-8", "replace")
 
     def _piece(self, token_id: int) -> bytes:
-        """Return the bytes that one token adds to a text, in UTF-8 or a part of it: the name of a
-        special token, nothing for an unknown id."""
+        """Return the bytes that one token adds to a text: the name of a special token, nothing for
+        an unknown id."""
         token = self.backend.id_to_token(token_id)
         if token is None:
             return b""
@@ -109,23 +108,22 @@ class Vocabulary:
 
 
 def _longest_token(backend: Any, in_bytes: bool) -> int:
-    """Return the most bytes (of a tokenizer of bytes) or characters that one token can stand for; 0
-    where something shortens or drops text."""
+    """Return the most bytes (of a tokenizer of bytes) or characters that one token stands for; 0
+    where there is no bound."""
     added_tokens = backend.get_added_tokens_decoder().values()
     if _may_shorten_text(backend, in_bytes, added_tokens):
         return 0
-    added_texts = [token.content for token in added_tokens]
-    word_lengths = [len(word) for word in backend.get_vocab(with_added_tokens=False)]
-    added_lengths = [len(text.encode() if in_bytes else text) for text in added_texts]
-    return max([*word_lengths, *added_lengths], default=0)
+    words = backend.get_vocab(with_added_tokens=False)
+    added_texts = (token.content for token in added_tokens)
+    added_words = (text.encode() if in_bytes else text for text in added_texts)
+    return max(map(len, [*words, *added_words]), default=0)
 
 
 def _may_shorten_text(backend: Any, in_bytes: bool, added_tokens: Iterable[Any]) -> bool:
-    """Return whether some text may become fewer tokens than its length says."""
-    keeps_unknown_text = in_bytes or getattr(backend.model, "byte_fallback", False)
+    if not in_bytes and not getattr(backend.model, "byte_fallback", False):
+        return True
     lossy_types = ("Removed", "Whitespace", "Bert", "Punctuation")
-    is_split_lossy = any(word in repr(backend.pre_tokenizer) for word in lossy_types)
-    if not keeps_unknown_text or is_split_lossy:
+    if any(word in repr(backend.pre_tokenizer) for word in lossy_types):
         return True
     if backend.normalizer is not None and not _keeps_length(backend.normalizer):
         return True
@@ -133,7 +131,6 @@ def _may_shorten_text(backend: Any, in_bytes: bool, added_tokens: Iterable[Any])
 
 
 def _keeps_length(normalizer: Any) -> bool:
-    """Return True for normalizers that replace spaces and drop nothing."""
     description = repr(normalizer)
     parts = description.removeprefix("Sequence(normalizers=[").removesuffix("])").split("), ")
     return all(
@@ -160,12 +157,11 @@ def finite_logprob(logprob: float) -> float:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the characters that stand for bytes in the tokens of GPT-2 and its successors
-    (openai/gpt-2, encoder.py)."""
-    printable_bytes = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    other_bytes = [byte for byte in range(256) if byte not in set(printable_bytes)]
-    return {chr(byte): byte for byte in printable_bytes} | {
-        chr(256 + i): byte for i, byte in enumerate(other_bytes)
+    """Return the bytes of the characters in GPT-2's tokens (openai/gpt-2, encoder.py)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)) - set(printable))
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
     }
 
 
@@ -189,8 +185,8 @@ class _ByteDecoder:
 
 
 class _WindowDecoder:
-    """A decoder of tokens whose text depends on those before (a leading space, bytes of one
-    character): it decodes the last ones again with each new one."""
+    """A decoder of tokens whose text depends on those before: it decodes the last ones again with
+    each new one."""
 
     def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int]) -> None:
         self.decode = vocabulary.decode
@@ -205,7 +201,6 @@ class _WindowDecoder:
         return self._show(len(self.text))
 
     def _next(self, token_id: int) -> str:
-        """Decode the window with one more token, and return the text that is final."""
         self.window.append(token_id)
         self.text = self.decode(self.window)
         is_complete = not self.text.endswith(_REPLACEMENT)
@@ -230,14 +225,13 @@ class _WindowDecoder:
                 return
 
     def _give_up(self) -> str:
-        """Emit invalid bytes that will not become characters."""
         new_text = self._show(len(self.text))
         self.window, self.text, self.shown = [], "", 0
         return new_text
 
 
 class _MarkedDecoder:
-    """A decoder that shows special tokens of tool calls, as if the text began behind them."""
+    """A decoder that shows special tokens of tool calls."""
 
     def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int]) -> None:
         self.vocabulary = vocabulary
@@ -273,8 +267,8 @@ class ResponseText:
         return "".join(self._release(self._decode([token])) for token in token_ids)
 
     def end(self, token_ids: Sequence[int], stop_reason: int | str | None) -> str:
-        """Return the rest of the text, with the last tokens, and without the stop. stop_reason: the
-        id or text of the stop that ended the response; None: none did."""
+        """Return the rest of the text, with the last tokens. stop_reason: the id or text of the
+        stop that ended the response, which is cut off; None: none did."""
         if stop_reason is None:
             return self.feed(token_ids) + self._rest()
         text = self.feed(token_ids[:-1])
@@ -294,7 +288,7 @@ class ResponseText:
         return rest
 
     def _release(self, new: str) -> str:
-        """Return the text that cannot be the beginning of a stop string, and hold back the rest."""
+        """Hold back what may be the beginning of a stop string, and return the text before it."""
         text = self._held + new
         num_held = max(overlap(text, stop) for stop in self.stop)
         self._held = text[len(text) - num_held :]

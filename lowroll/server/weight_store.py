@@ -4,8 +4,8 @@
                                 model's sizes, or a PEFT adapter folder; with a STABLE a trainer's
                                 broadcast (`weights.sync.folder`)
 
-A client sends an id and never a path. No id leads elsewhere; neither the folder nor its files may
-be links; and every byte has its published digest.
+A client sends an id and never a path. Neither the folder nor its files may be links, and every byte
+has its published digest.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ _MAX_READS = 3  # attempts to read a broadcast that is written again meanwhile
 
 @dataclass(frozen=True)
 class WeightVersion:
-    """A published version of the weights. broadcast: None for a folder without a trainer's
-    marker."""
+    """A published version of the weights. broadcast: None without a trainer's marker."""
 
     folder: Path
     broadcast: Broadcast | None = None
@@ -57,8 +56,7 @@ class WeightVersion:
 
     @property
     def kind(self) -> str:
-        """The kind of its weights, as `weights.sync.update` names it. DamagedError without a
-        manifest."""
+        """The kind of its weights (`weights.sync.base.Kind`). DamagedError without a manifest."""
         if self.broadcast is not None:
             return self.broadcast.kind
         return "adapter" if "adapter_config.json" in published_files(self.folder) else "full"
@@ -76,8 +74,8 @@ VersionUpdates = list[tuple[WeightVersion, "WeightUpdate"]]  # in the order to t
 
 
 class WeightStore:
-    """The versions in a folder, for an engine that was made from the folder `model`. client: of the
-    trainer's direct route. ValueError when there is no such folder."""
+    """The versions in a folder, for an engine of the folder `model`. client: of the trainer's direct
+    route. ValueError when there is no such folder."""
 
     def __init__(self, folder: str | Path, model: Path, client: WeightClient | None = None) -> None:
         self.folder = Path(folder).resolve()
@@ -103,7 +101,7 @@ class WeightStore:
         self, id: str, newest: int, able: Capabilities, weights: str, gap: bool = False
     ) -> tuple[WeightVersion, VersionUpdates]:
         """Return the version of an id and the updates to it, as `read`; none if the engine holds
-        it. A version that is written again meanwhile is read again."""
+        it."""
         for _ in range(_MAX_READS):
             version = self.find(id)
             if version.broadcast is not None and version.broadcast == self.held:
@@ -142,8 +140,8 @@ class WeightStore:
     def _chain(self, version: WeightVersion, gap: bool) -> list[WeightVersion]:
         """Return the versions to take, the oldest first, and last the given one.
 
-        A broadcast of changes (`since` is a version) needs that version before it, and so on, back
-        to the one that the engine holds or to a complete one; with `gap` to a complete one.
+        A broadcast of changes needs the version `since` before it, and so on, back to a complete
+        one or, without `gap`, to the one that the engine holds.
         """
         held_broadcast = None if gap else self.held
         versions = [version]
@@ -197,7 +195,6 @@ class WeightStore:
             raise wrong_field("version", self._message(error), 409) from error
 
     def _message(self, error: Exception) -> str:
-        """Return the error's message, with names below the folder instead of paths."""
         return printable(str(error).replace(f"{self.folder}/", ""), 1000)
 
 
