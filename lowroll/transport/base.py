@@ -1,8 +1,7 @@
 """The errors, the waits and the trainer's cursor of all rollout channels.
 
-The orchestrator sends one Batch a step, in order, and the trainer receives each once. The trainer
-reports what it has received and committed; after a crash it reports less, and receives the same
-batches again.
+The orchestrator sends one Batch a step, in order. The trainer receives each once, and after a crash
+those since its checkpoint again.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ class TransportError(RunFailed):
 
 
 class OtherFormat(TransportError, ValueError):
-    """A file of another version of lowroll. A restart cannot help, so commands report it as a
-    mistake of the user."""
+    """A file of another version of lowroll: a mistake of the user, which no restart helps."""
 
 
 class DeadlineExceeded(TransportError):
@@ -59,8 +57,8 @@ class Fenced(TransportError):
 
 @dataclass(frozen=True)
 class Cursor:
-    """The progress of a trainer's attempt: the last step received, and the last in a checkpoint.
-    Both only grow. ValueError for impossible numbers."""
+    """The last step that a trainer's attempt has received, and the last in a checkpoint. Both only
+    grow. ValueError for impossible numbers."""
 
     received: int
     committed: int
@@ -71,7 +69,6 @@ class Cursor:
             raise ValueError(f"expected 0 <= committed <= received and attempt >= 0, got {self}")
 
     def follows(self, other: Cursor | None) -> bool:
-        """Return whether this cursor may replace `other`."""
         if other is None or self.attempt > other.attempt:
             return True
         return (
@@ -95,7 +92,7 @@ class Cursor:
 
 
 class RolloutReceiver(Protocol):
-    """The trainer's end of a channel, as the learner uses it."""
+    """The trainer's end of a channel."""
 
     def receive(self, deadline_s: float) -> Batch:
         """Return the next batch, each once and in order. DeadlineExceeded after `deadline_s`
@@ -103,7 +100,7 @@ class RolloutReceiver(Protocol):
 
 
 def check_deadline(deadline_s: float) -> float:
-    """Return the deadline. ValueError unless it is finite and not negative."""
+    """Return the deadline. ValueError unless it is a finite number of 0 or more."""
     if (
         isinstance(deadline_s, bool)
         or not isinstance(deadline_s, (int, float))

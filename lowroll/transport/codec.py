@@ -1,8 +1,7 @@
 """The types of `lowroll.types` as JSON lines, strictly and without loss.
 
 A batch is a header line (`kind`, `format`, `num_samples` and the batch's own fields) and one line a
-sample. msgspec checks the lines against a schema derived from the dataclasses' type hints, so a new
-field needs no code here.
+sample. msgspec checks the lines against the dataclasses' type hints.
 
 1. Floats are written as their shortest decimal, which parses back to the same double (Steele &
    White 1990), infinities and NaN as the strings "inf", "-inf" and "nan".
@@ -12,9 +11,8 @@ field needs no code here.
 5. Both directions are strict: an unknown, missing or ill-typed field, a wrong count or a torn line
    is a CodecError that names the line and the field.
 
-The decoder accepts some things that the encoder never writes: a repeated field, an integer above
-2^53 in a float field, bits behind the last byte of base64. Checksums around the lines detect damage
-(`rollout_log`, `frame`).
+The decoder also accepts a repeated field, an integer above 2^53 in a float field, and bits behind the
+last byte of base64. Checksums around the lines detect damage (`rollout_log`, `frame`).
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ import types
 import typing
 from collections.abc import Callable
 from functools import cache, reduce
-from typing import Any, Literal, TypeVar, Union
+from typing import Any, Literal, TypeVar, Union, cast
 
 import msgspec
 
@@ -84,8 +82,7 @@ def decode_header(line: bytes, num_samples: int) -> Batch:
         raise CodecError(f"line 1: num_samples is {count!r}, {num_samples} samples follow")
     header["samples"] = []
     checked = strictly("line 1: batch", lambda: msgspec.convert(header, _schema(Batch)))
-    batch: Batch = _to_record(checked, Batch, _has_non_finite(line))
-    return batch
+    return cast(Batch, _to_record(checked, Batch, _has_non_finite(line)))
 
 
 def encode_sample(sample: Sample) -> bytes:
@@ -95,8 +92,7 @@ def encode_sample(sample: Sample) -> bytes:
 def decode_sample(line: bytes, where: str = "sample") -> Sample:
     """Return the sample in `line`, with or without its newline."""
     decoded = strictly(where, lambda: msgspec.json.decode(line, type=_schema(Sample)))
-    sample: Sample = _to_record(decoded, Sample, _has_non_finite(line))
-    return sample
+    return cast(Sample, _to_record(decoded, Sample, _has_non_finite(line)))
 
 
 def strictly(where: str, call: Callable[[], Found]) -> Found:
@@ -116,7 +112,7 @@ def _encode_line(value: Any, where: str) -> bytes:
 
 @cache
 def _field_hints(kind: type) -> dict[str, tuple[Any, bool]]:
-    """Return the type hint of each field of a dataclass, and whether it may be left out."""
+    """Return the type hint of each field, and whether it may be left out."""
     hints = typing.get_type_hints(kind)
     return {
         field.name: (hints[field.name], bool(field.metadata.get("omitted")))
@@ -125,15 +121,15 @@ def _field_hints(kind: type) -> dict[str, tuple[Any, bool]]:
 
 
 @cache
-def _union_members(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union; () for another hint."""
-    is_union = typing.get_origin(hint) in (Union, types.UnionType)
-    return typing.get_args(hint) if is_union else ()
+def _origin_and_args(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    return typing.get_origin(hint), typing.get_args(hint)
 
 
 @cache
-def _origin_and_args(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    return typing.get_origin(hint), typing.get_args(hint)
+def _union_members(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union; () for another hint."""
+    origin, args = _origin_and_args(hint)
+    return args if origin in (Union, types.UnionType) else ()
 
 
 @cache
@@ -160,7 +156,7 @@ def _schema(hint: Any, tagged: bool = False) -> Any:
     if hint is float:
         return _FLOAT
     if dataclasses.is_dataclass(hint):
-        return _msgspec_struct(typing.cast(type, hint), tagged)
+        return _msgspec_struct(cast(type, hint), tagged)
     if members := _union_members(hint):
         return reduce(operator.or_, (_schema(member, True) for member in members))
     origin, args = _origin_and_args(hint)
@@ -170,7 +166,6 @@ def _schema(hint: Any, tagged: bool = False) -> Any:
 
 
 def _msgspec_struct(kind: type, tagged: bool) -> type[msgspec.Struct]:
-    """Return msgspec's type for a dataclass, which refuses unknown fields."""
     members: list[Any] = []
     for name, (hint, is_omitted) in _field_hints(kind).items():
         if is_omitted:  # the hint is `... | None`, and None is never in the JSON
@@ -190,8 +185,8 @@ def _msgspec_struct(kind: type, tagged: bool) -> type[msgspec.Struct]:
 
 
 def _to_plain(value: Any, hint: Any, where: str) -> Any:
-    """Return a value as data that msgspec writes as JSON without a change. where: the path of its
-    field, for errors. CodecError for a value that is not of the type `hint`."""
+    """Return a value as data that msgspec writes as JSON without a change. CodecError, beginning
+    with `where`, for a value that is not of the type `hint`."""
     if hint is Any:
         return _check_json(value, where)
     if members := _union_members(hint):
@@ -206,13 +201,13 @@ def _to_plain(value: Any, hint: Any, where: str) -> Any:
     _check_type(value, origin or hint, where)
     if dataclasses.is_dataclass(hint):
         plain = {}
-        for name, (item_hint, is_omitted) in _field_hints(typing.cast(type, hint)).items():
+        for name, (item_hint, is_omitted) in _field_hints(cast(type, hint)).items():
             item = getattr(value, name)
             if item is not None or not is_omitted:
                 plain[name] = _to_plain(item, item_hint, f"{where}.{name}")
         return plain
-    if _is_numeric(hint) and (json_numbers := _encode_numbers(value, hint)) is not None:
-        return json_numbers
+    if _is_numeric(hint) and (numbers := _encode_numbers(value, hint)) is not None:
+        return numbers
     if origin is dict:
         return {
             _to_plain(key, args[0], f"{where}: key"): _to_plain(item, args[1], f"{where}.{key}")
@@ -230,7 +225,6 @@ def _to_plain(value: Any, hint: Any, where: str) -> Any:
 
 
 def _union_to_plain(value: Any, members: tuple[Any, ...], where: str) -> Any:
-    """Return `_to_plain` by the member that is the value's type; dataclasses carry their name."""
     kind = type(value)
     for member in members:
         origin, _ = _origin_and_args(member)
@@ -239,8 +233,8 @@ def _union_to_plain(value: Any, members: tuple[Any, ...], where: str) -> Any:
             return {_TAG: kind.__name__, **plain} if dataclasses.is_dataclass(member) else plain
     if float in members and kind is int:
         return _float_to_plain(value, where)
-    names = (getattr(member, "__name__", str(member)) for member in members)
-    raise CodecError(f"{where}: {kind.__name__} is none of {', '.join(names)}")
+    names = ", ".join(getattr(member, "__name__", str(member)) for member in members)
+    raise CodecError(f"{where}: {kind.__name__} is none of {names}")
 
 
 def _float_to_plain(value: Any, where: str) -> float | str:
@@ -257,17 +251,16 @@ def _check_type(value: Any, kind: type, where: str) -> None:
 
 def _encode_numbers(values: Any, hint: Any) -> msgspec.Raw | None:
     """Return lists of numbers as JSON, checked at once, because a batch has millions of them. None
-    where one is of another type or not finite (null in JSON); `_to_plain` then takes each alone."""
+    where one is of another type or not finite (null in JSON)."""
     try:
         converted = msgspec.convert(values, hint)
-        json_text = msgspec.json.encode(converted)
+        data = msgspec.json.encode(converted)
     except (msgspec.MsgspecError, ValueError, OverflowError):
         return None
-    return msgspec.Raw(json_text) if converted == values and b"null" not in json_text else None
+    return msgspec.Raw(data) if converted == values and b"null" not in data else None
 
 
 def _check_json(value: Any, where: str) -> Any:
-    """Return a value that JSON does not change, else raise CodecError."""
     if type(value) is dict:
         for key, item in value.items():
             _check_type(key, str, f"{where}: key")
@@ -283,19 +276,18 @@ def _check_json(value: Any, where: str) -> Any:
 
 
 def _has_non_finite(line: bytes) -> bool:
-    """Return whether a line may hold an infinity or NaN: it has the string of one somewhere."""
     return any(f'"{non_finite}"'.encode() in line for non_finite in _NON_FINITE)
 
 
 def _to_record(value: Any, hint: Any, has_non_finite: bool) -> Any:
-    """Return the value of type `hint` that msgspec's stands for: structs become dataclasses, the
-    strings of infinities and NaN floats. has_non_finite: as by `_has_non_finite`."""
+    """Return msgspec's value as one of type `hint`: structs become dataclasses, and the strings of
+    infinities and NaN floats."""
     if _needs_no_conversion(hint) or _is_numeric(hint) and not has_non_finite:
         return value
     if members := _union_members(hint):
         return _union_to_record(value, members, has_non_finite)
     if dataclasses.is_dataclass(hint):
-        kind = typing.cast(type, hint)
+        kind = cast(type, hint)
         fields: dict[str, Any] = {}
         for name, (item_hint, _) in _field_hints(kind).items():
             item = getattr(value, name)
@@ -316,7 +308,6 @@ def _to_record(value: Any, hint: Any, has_non_finite: bool) -> Any:
 
 
 def _union_to_record(value: Any, members: tuple[Any, ...], has_non_finite: bool) -> Any:
-    """Return `_to_record` by the value's own member; structs have the name of their dataclass."""
     for member in members:
         origin, _ = _origin_and_args(member)
         if type(value).__name__ == (origin or member).__name__:

@@ -18,7 +18,6 @@ from lowroll.transport.base import (
     Cursor,
     DamagedFrame,
     FrameGone,
-    check_deadline,
     wait_until,
 )
 from lowroll.transport.spool import Spool
@@ -40,11 +39,9 @@ class Sender:
         *,
         alive: Callable[[], None] | None = None,
     ) -> None:
-        if isinstance(hwm, bool) or not isinstance(hwm, int) or hwm < 1:
-            raise ValueError(f"hwm: expected an integer of at least 1, got {hwm!r}")
         self.spool = Spool(folder)
         self.hwm = hwm
-        self.deadline_s = check_deadline(deadline_s)
+        self.deadline_s = deadline_s
         self.alive = alive
         self.closed = False
         self._ended: str | None = None  # why no batch follows
@@ -165,7 +162,7 @@ class Receiver:
         wait_until(
             lambda: self._is_decided(step),
             f"the batch of step {step} from the orchestrator, in {self.spool.folder}",
-            check_deadline(deadline_s),
+            deadline_s,
             self.alive,
             self.pause,
         )
@@ -186,7 +183,6 @@ class Receiver:
         """Do nothing: no resource is held."""
 
     def _is_decided(self, step: int) -> bool:
-        """Return whether the batch is there, or none will follow. Raises as `receive`."""
         self.spool.progress.check(self._cursor.attempt)
         if self.spool.path(step).exists() or self.spool.ended() is not None:
             return True

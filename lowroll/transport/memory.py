@@ -13,8 +13,6 @@ class MemoryRolloutChannel:
     """A queue of at most `capacity` batches; `send` waits at most `send_deadline_s` seconds."""
 
     def __init__(self, capacity: int = 2, send_deadline_s: float = 60.0) -> None:
-        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
-            raise ValueError(f"capacity: expected an integer of at least 1, got {capacity!r}")
         self._capacity = capacity
         self._send_deadline_s = check_deadline(send_deadline_s)
         self._batches: deque[Batch] = deque()
@@ -23,14 +21,14 @@ class MemoryRolloutChannel:
 
     def send(self, batch: Batch) -> None:
         with self._changed:
-            self._changed.wait_for(
+            has_room = self._changed.wait_for(
                 lambda: self._closed or len(self._batches) < self._capacity, self._send_deadline_s
             )
             if self._closed:
                 raise ChannelClosed(
                     f"batch of step {batch.step} was sent on a closed rollout channel"
                 )
-            if len(self._batches) >= self._capacity:
+            if not has_room:
                 raise DeadlineExceeded(
                     f"room in the rollout channel for the batch of step {batch.step} "
                     f"({len(self._batches)} wait for the trainer)",
@@ -42,11 +40,10 @@ class MemoryRolloutChannel:
     def receive(self, deadline_s: float) -> Batch:
         deadline_s = check_deadline(deadline_s)
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._batches, deadline_s)
-            if not self._batches:
-                if self._closed:
-                    raise ChannelClosed("the rollout channel is closed and empty")
+            if not self._changed.wait_for(lambda: self._closed or self._batches, deadline_s):
                 raise DeadlineExceeded("a batch of rollouts from the orchestrator", deadline_s)
+            if not self._batches:
+                raise ChannelClosed("the rollout channel is closed and empty")
             batch = self._batches.popleft()
             self._changed.notify_all()
             return batch

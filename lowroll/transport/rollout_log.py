@@ -24,7 +24,6 @@ _FIRST_BYTES = b'{"kind":"batch",'
 def write_rollouts(folder: Path, batch: Batch) -> Path:
     """Write the file of a batch; return its path. CodecError before anything is written."""
     lines = encode_batch(batch).removesuffix(b"\n").split(b"\n")
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = rollouts_path(folder, batch.step)
     write_file(path, b"".join(seal(line, number) + b"\n" for number, line in enumerate(lines, 1)))
@@ -51,16 +50,14 @@ def read_rollouts(path: Path) -> Batch:
         batch = decode_batch(unseal_lines(read_file(path)))
     except ValueError as error:  # CodecError is a ValueError
         raise CodecError(f"{path}: {error}") from error
-    name_match = _FILE_NAME.fullmatch(Path(path).name)
+    name_match = _FILE_NAME.fullmatch(path.name)
     if name_match and int(name_match[1]) != batch.step:
         raise CodecError(f"{path}: holds the rollouts of step {batch.step}")
     return batch
 
 
 def rollout_files(folder: Path) -> list[tuple[int, Path]]:
-    matches = (
-        (_FILE_NAME.fullmatch(path.name), path) for path in Path(folder).glob("step_*.jsonl")
-    )
+    matches = ((_FILE_NAME.fullmatch(path.name), path) for path in folder.glob("step_*.jsonl"))
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 

@@ -1,7 +1,7 @@
 """The sent batches that may be requested again: `step_000012.frame`, one file each.
 
-A file is written atomically (`checkpoint.files`) and never changed. The steps have no gaps. The
-newest frame stays, because a restarted orchestrator resumes from the state in it.
+A file is whole and never changed. The steps have no gaps. The newest frame stays, because a
+restarted orchestrator resumes from the state in it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Spool:
     """The frames of a run in a folder. One process writes, and any may read."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = Path(folder)
-        self.progress = Progress(self.folder)
+        self.folder = folder
+        self.progress = Progress(folder)
 
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}.frame"
@@ -83,26 +83,23 @@ class Spool:
         return decode_frame(self._bytes(step), step, str(self.path(step)))
 
     def _bytes(self, step: int) -> bytes:
-        path = self.path(step)
         try:
-            return read_file(path)
+            return read_file(self.path(step))
         except FileNotFoundError:
-            raise FrameGone(f"{path}: the batch of step {step} is not there") from None
+            raise self._gone(step) from None
+
+    def _gone(self, step: int) -> FrameGone:
+        return FrameGone(f"{self.path(step)}: the batch of step {step} is not there")
 
     def piece(self, step: int, offset: int, most: int) -> tuple[bytes, int]:
         """Return at most `most` bytes of a frame, unchecked, and its size. FrameGone when it is not
         there."""
         path = self.path(step)
-        with naming(path):
-            try:
-                descriptor = os.open(path, os.O_RDONLY)
-            except FileNotFoundError:
-                raise FrameGone(f"{path}: the batch of step {step} is not there") from None
-            try:
-                size = os.fstat(descriptor).st_size
-                return os.pread(descriptor, most, offset), size
-            finally:
-                os.close(descriptor)
+        try:
+            with naming(path), path.open("rb", buffering=0) as file:
+                return os.pread(file.fileno(), most, offset), os.fstat(file.fileno()).st_size
+        except FileNotFoundError:
+            raise self._gone(step) from None
 
     def newest(self) -> Batch | None:
         steps = self.steps()
@@ -115,20 +112,18 @@ class Spool:
 
     def drop_through(self, step: int) -> None:
         """Delete the frames up to `step` but not the newest of all."""
-        self._unlink(
-            [self.path(stored_step) for stored_step in self.steps()[:-1] if stored_step <= step]
-        )
+        self._unlink([self.path(stored) for stored in self.steps()[:-1] if stored <= step])
 
     def drop_after(self, step: int) -> list[int]:
         """Delete the frames after `step`, the newest first; return which."""
-        later_steps = [later_step for later_step in reversed(self.steps()) if later_step > step]
-        for later_step in later_steps:
+        later_steps = [later_step for later_step in self.steps() if later_step > step]
+        for later_step in reversed(later_steps):
             self._unlink([self.path(later_step)])
-        return later_steps[::-1]
+        return later_steps
 
     def repair(self) -> None:
-        """Set aside the first damaged frame and those after it, which the orchestrator makes again.
-        Delete the frames before a gap."""
+        """Set aside the first damaged frame and those after it, to be made again. Delete the frames
+        before a gap."""
         steps = self.steps()
         for index, step in enumerate(steps):
             try:
@@ -170,7 +165,6 @@ class Spool:
             raise DamagedFrame(f"{path}: {printable(error)}") from error
 
     def reopen(self) -> None:
-        """Revoke `end`."""
         self._unlink([self.folder / END])
 
     def _unlink(self, paths: list[Path]) -> None:
@@ -209,12 +203,9 @@ class Progress:
 
     def report(self, cursor: Cursor) -> None:
         """Store a trainer's cursor. Fenced when a later attempt has reported."""
-        path, stored_cursor = self.folder / CURSOR, self.cursor()
-        if stored_cursor is not None and stored_cursor.attempt > cursor.attempt:
-            raise Fenced(
-                f"{path}: attempt {stored_cursor.attempt} of the trainer has taken over from "
-                f"attempt {cursor.attempt}"
-            )
+        path, stored = self.folder / CURSOR, self.cursor()
+        if stored is not None and stored.attempt > cursor.attempt:
+            raise Fenced(f"{path}: {takeover(stored.attempt, cursor.attempt)}")
         self.check(cursor.attempt)
         self.folder.mkdir(parents=True, exist_ok=True)
         write_file(path, encode_cursor(cursor))
@@ -225,7 +216,7 @@ class Progress:
         write_file(self.folder / DISMISSED, encode_cursor(cursor))
 
     def dismissed(self) -> int:
-        """Return the last dismissed attempt of the trainer; -1 for none."""
+        """Return the last dismissed attempt; -1 for none."""
         try:
             return decode_cursor(read_file(self.folder / DISMISSED)).attempt
         except (FileNotFoundError, ValueError):
@@ -234,6 +225,10 @@ class Progress:
     def check(self, attempt: int) -> None:
         if attempt <= self.dismissed():
             raise Fenced(dismissal(attempt))
+
+
+def takeover(newer: int, older: int) -> str:
+    return f"attempt {newer} of the trainer has taken over from attempt {older}"
 
 
 def dismissal(attempt: int) -> str:

@@ -6,10 +6,9 @@
     trainer                 PieceRequest   frame 12 from byte 4 MiB on
     ...
 
-A request is repeated until it is answered, so no message needs to arrive, and the next request
-acknowledges. Pieces bound the size of a message and let a transfer resume after a restart of either
-side. The joined frame is checked like a file. A message has two parts: a sealed line
-(`transport.messages`) and the bytes of the piece.
+A request is repeated until it is answered, and the next one acknowledges. Pieces bound the size of a
+message and let a transfer resume after a restart of either side. A message has two parts: a sealed
+line (`transport.messages`) and the bytes of the piece.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from lowroll.transport.messages import (
     decode_line,
     encode_line,
 )
-from lowroll.transport.spool import Spool, dismissal
+from lowroll.transport.spool import Spool, dismissal, takeover
 from lowroll.types import Batch, printable
 
 log = logging.getLogger(__name__)
@@ -75,7 +74,7 @@ def pack(message: PieceRequest | PieceReply, piece: bytes) -> list[bytes]:
 
 
 def unpack(kind: type[Line], parts: Sequence[bytes]) -> tuple[Line, bytes]:
-    """Return the message and its piece. ValueError for anything that `pack` did not make."""
+    """Return the message and its piece. ValueError for what `pack` did not make."""
     line, piece = parts  # ValueError for another number of parts
     if len(piece) > PIECE:
         raise ValueError(f"a piece of {len(piece)} bytes is too long")
@@ -187,7 +186,6 @@ class SpoolServer:
         self._thread.start()
 
     def wake(self) -> None:
-        """Have the thread look whether waiting peers have an answer."""
         with suppress(BlockingIOError):  # already woken
             os.write(self._wake_writer, b"!")
 
@@ -236,7 +234,6 @@ class SpoolServer:
             raise
 
     def _handle(self, ready: dict[object, int]) -> None:
-        """Answer new requests, and when woken those that wait for a frame."""
         if self._wake_reader in ready:
             os.read(self._wake_reader, 4096)
             for peer, request in list(self._waiting.items()):
@@ -245,7 +242,7 @@ class SpoolServer:
             self._answer(peer, request, again=False)
 
     def _read_requests(self) -> dict[bytes, PieceRequest]:
-        """Return the last request of each peer: repeats that piled up get one answer."""
+        """Return the last request of each peer: one answer is enough."""
         requests: dict[bytes, PieceRequest] = {}
         while True:
             try:
@@ -253,8 +250,7 @@ class SpoolServer:
             except zmq.Again:
                 return requests
             try:
-                request, _ = unpack(PieceRequest, parts)
-                requests[peer] = request
+                requests[peer], _ = unpack(PieceRequest, parts)
             except ValueError as error:
                 self._refused += 1
                 if self._refused == 1:
@@ -264,10 +260,7 @@ class SpoolServer:
         """Answer a request, or let it wait for its frame. again: it has waited, and was told so."""
         self._waiting.pop(peer, None)
         if self.cursor is not None and request.attempt < self.cursor.attempt:
-            text = (
-                f"attempt {self.cursor.attempt} of the trainer has taken over from attempt "
-                f"{request.attempt}"
-            )
+            text = takeover(self.cursor.attempt, request.attempt)
             self._send(peer, request, "fenced", text=text)
             return
         if request.attempt <= self.dismissed:
@@ -280,7 +273,6 @@ class SpoolServer:
             self._serve(peer, request, request.want, again)
 
     def _note(self, cursor: Cursor) -> None:
-        """Store a trainer's progress."""
         if cursor == self.cursor or not cursor.follows(self.cursor):
             return
         faultpoint(f"serve.heard/{cursor.received}")
@@ -291,7 +283,6 @@ class SpoolServer:
         self.cursor = cursor
 
     def _serve(self, peer: bytes, request: PieceRequest, step: int, again: bool) -> None:
-        """Send a piece of a step's frame or why there will be none, else let the request wait."""
         steps = self.spool.steps()
         if step in steps:
             self._send_piece(peer, request, step, newest=steps[-1])
@@ -371,8 +362,7 @@ class Receiver:
             is_connected = self.line.tell(self._request(step, assembler.offset))
             remaining_s = max(0.0, deadline - time.monotonic())
             listen_s = min(RETRY_S if is_connected else _POLL_S, remaining_s)
-            has_answered = self._listen(assembler, listen_s)
-            silent_s = 0.0 if has_answered else silent_s + listen_s
+            silent_s = 0.0 if self._listen(assembler, listen_s) else silent_s + listen_s
             if self.alive is not None:
                 self.alive()
             if silent_s >= self.silence_s:
@@ -386,10 +376,8 @@ class Receiver:
         return assembler.batch
 
     def _waited_for(self, step: int) -> str:
-        never_answered = ", which has never answered" if self._orchestrator < 0 else ""
-        return (
-            f"the batch of step {step} from the orchestrator at {self.line.where}{never_answered}"
-        )
+        note = ", which has never answered" if self._orchestrator < 0 else ""
+        return f"the batch of step {step} from the orchestrator at {self.line.where}{note}"
 
     def commit(self, step: int) -> None:
         self._cursor = self._cursor.commit(step)
@@ -453,7 +441,6 @@ class Receiver:
         return True
 
     def _raise(self, answer: PieceReply, step: int) -> None:
-        """Raise the error that an answer reports, if it does."""
         where, text = self.line.where, printable(answer.text)
         if answer.kind == "refused":
             raise TransportError(f"{where}: refused: {text}")
@@ -483,8 +470,8 @@ class FrameAssembler:
         return len(self._data)
 
     def take(self, answer: PieceReply, piece: bytes, where: str) -> bool:
-        """Append a piece, and decode the frame when it was the last. Return False for a piece of
-        another step or offset, which is ignored. DamagedFrame after TRIES damaged frames."""
+        """Append a piece, and decode the whole frame. Return False for a piece of another step or
+        offset, which is ignored. DamagedFrame after TRIES damaged frames."""
         if answer.step != self.step or answer.offset != self.offset:
             return False
         if problem := self._problem(answer, piece):
@@ -544,11 +531,10 @@ class Connection:
         self._look()
         if self._socket is None:
             return False
-        try:
+        with suppress(zmq.Again):
             self._socket.send_multipart(pack(word, b""), zmq.NOBLOCK)
             return True
-        except zmq.Again:
-            return False
+        return False
 
     def listen(self, seconds: float) -> tuple[PieceReply, bytes] | None:
         """Return the next answer, if one comes. ValueError for an invalid message."""
@@ -566,7 +552,6 @@ class Connection:
         self._context.term()
 
     def _look(self) -> None:
-        """Reconnect when the orchestrator's file names another address."""
         if self.place is None:
             return
         try:

@@ -383,8 +383,6 @@ def test_waits_end_and_name_what_they_waited_for() -> None:
     for deadline in (-1, math.inf, math.nan, None, True):
         with pytest.raises(ValueError, match="deadline_s"):
             channel.receive(deadline)
-    with pytest.raises(ValueError, match="capacity"):
-        MemoryRolloutChannel(capacity=0)
 
 
 def test_rollout_files_are_replaced_whole_and_truncated(
