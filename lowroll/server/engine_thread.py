@@ -117,7 +117,7 @@ class EngineThread:
     def compile_grammar(self, text: str) -> None:
         """Compile a grammar in the caller's thread, so that the engine finds it cached.
         ValueError."""
-        grammars = getattr(self.engine, "grammars", None)
+        grammars = getattr(self.engine, "grammars", None)  # a remote engine has none
         if grammars is not None:
             grammars.compile(text)
 
