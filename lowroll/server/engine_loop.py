@@ -306,6 +306,7 @@ class PauseControl:
         self._answer(ValueError("mode: resumed before all requests had ended"))
 
     def stop(self) -> None:
+        """Refuse the waiting pause at shutdown."""
         self._answer(EngineStalled("pause: the server is ending"))
 
     def _answer(self, error: Exception | None) -> None:
