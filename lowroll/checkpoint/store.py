@@ -45,7 +45,6 @@ STATE = "state.json"
 DAMAGED = "damaged"
 TRASH = ".trash-"
 _STEP_FOLDER = re.compile(r"step_([0-9]{6,})")
-_TENSORS_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 class Pieces:
@@ -84,19 +83,12 @@ class Store:
     """The checkpoints of a run in `folder`, for the process that holds its `RunLock`.
 
     keep_last: how many of the newest to keep (None: all). keep_interval: multiples of it are kept
-    forever. ValueError when either is below 1.
+    forever.
     """
 
     def __init__(
         self, folder: Path, keep_last: int | None = None, keep_interval: int | None = None
     ) -> None:
-        for name, value in (("keep_last", keep_last), ("keep_interval", keep_interval)):
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, int) or value < 1
-            ):
-                raise ValueError(
-                    f"{name}: expected None or an integer of at least 1, got {value!r}"
-                )
         self.folder = Path(folder)
         self.keep_last = keep_last
         self.keep_interval = keep_interval
@@ -138,7 +130,6 @@ class Store:
         change (NaN, tuples, other keys than strings). FileExistsError when `step` exists,
         NotSyncedError when it could not be read back.
         """
-        _check_save(step, tensors)
         text = _encode_state(state)
 
         def write(folder: Path) -> None:
@@ -304,14 +295,6 @@ def _file_name(name: str, part: int, parts: int) -> str:
 
 def _folder_name(step: int) -> str:
     return f"step_{step:06d}"
-
-
-def _check_save(step: int, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ValueError(f"step: expected an integer of at least 0, got {step!r}")
-    for name in tensors:
-        if not _TENSORS_NAME.fullmatch(name):
-            raise ValueError(f"tensors: the name {name!r} does not match {_TENSORS_NAME.pattern}")
 
 
 def _encode_state(state: dict[str, Any]) -> str:

@@ -32,31 +32,21 @@ def evaluate(
     num_examples: int,
     rollouts_per_example: int = 1,
     sampling: SamplingSettings,
-    k: int | None = None,
     seed: int = 0,
     max_prompt_tokens: int | None = None,
     max_sequence_tokens: int | None = None,
-    threshold: float = SOLVED,
     max_error_rate: float = 0.05,
     step: int = 1,
     max_steps: int = 0,
-    split: str = "test",
     on_phase: PhaseProgress | None = None,
 ) -> dict[str, float]:
     """Return the metrics `eval/<env>/{reward,pass_at_1,avg_at_k,pass_at_k,length_mean}` over the
-    first examples of a split.
+    first examples of the test split, at most `num_examples`; k is rollouts_per_example.
 
-    `num_examples` is cut to the split's size; examples with more than `max_prompt_tokens` are left
-    out. `k` defaults to rollouts_per_example. The same seed gives the same noise for any weights.
-    Examples with fewer than k scored rollouts are left out of pass@k. ScoringFailed by the training
-    loop's rule, ValueError for impossible numbers.
+    Examples with more than `max_prompt_tokens` are left out, and those with fewer than k scored
+    rollouts of pass@k. The same seed gives the same noise for any weights. ScoringFailed by the
+    training loop's rule, ValueError without a usable example.
     """
-    k = rollouts_per_example if k is None else k
-    if num_examples < 1 or not 1 <= k <= rollouts_per_example:
-        raise ValueError(
-            f"evaluate: expected num_examples >= 1 and 1 <= k <= rollouts_per_example, got "
-            f"num_examples={num_examples}, k={k}, rollouts_per_example={rollouts_per_example}"
-        )
     draws = plan(
         env,
         tokenizer,
@@ -66,7 +56,6 @@ def evaluate(
         seed=seed,
         max_prompt_tokens=max_prompt_tokens,
         max_sequence_tokens=max_sequence_tokens,
-        split=split,
     )
     on_drawn = on_phase and partial(on_phase, "generate")
     answers = engine.generate([draw.request for draw in draws], on_progress=on_drawn)
@@ -83,7 +72,7 @@ def evaluate(
     check_errors([sample.score for group in examples for sample in group], max_error_rate)
     return {
         f"eval/{env.name}/{name}": value
-        for name, value in summarise(examples, k, threshold).items()
+        for name, value in summarise(examples, rollouts_per_example).items()
     }
 
 
@@ -97,18 +86,17 @@ def plan(
     seed: int,
     max_prompt_tokens: int | None,
     max_sequence_tokens: int | None = None,
-    split: str = "test",
 ) -> list[PromptDraw]:
-    """Return the draws of the first examples of a split, without too long prompts. ValueError when
-    none is left."""
-    size = env.size(split)
+    """Return the draws of the first examples of the test split, without too long prompts. ValueError
+    when none is left."""
+    size = env.size("test")
     positions = range(num_examples if size is None else min(num_examples, size))
     draws = [
         draw_at(
             env,
             env.name,
             position,
-            split,
+            "test",
             tokenizer,
             sampling=sampling,
             n=rollouts_per_example,
@@ -120,18 +108,18 @@ def plan(
     draws = [draw for draw in draws if not draw.is_longer(max_prompt_tokens)]
     if not draws:
         raise ValueError(
-            f"evaluate: environment {env.name!r} has no usable example in its {split} split"
+            f"evaluate: environment {env.name!r} has no usable example in its test split"
         )
     return draws
 
 
-def summarise(examples: list[list[Sample]], k: int, threshold: float = SOLVED) -> dict[str, float]:
+def summarise(examples: list[list[Sample]], k: int) -> dict[str, float]:
     """Return the metrics of examples, each a list of one prompt's samples."""
     rewards = [
         [sample.score.reward for sample in example if isinstance(sample.score, Score)]
         for example in examples
     ]
-    solved = [[reward >= threshold for reward in example] for example in rewards if example]
+    solved = [[reward >= SOLVED for reward in example] for example in rewards if example]
     lengths = [sample.rollout.num_drawn for example in examples for sample in example]
     metrics = {"length_mean": fmean(lengths)}
     if not solved:  # no reward function applies to any sample

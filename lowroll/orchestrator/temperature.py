@@ -17,23 +17,12 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class TemperatureSchedule:
-    """Temperature as a function of the step. ValueError for an end that is not positive."""
+    """Temperature as a function of the step."""
 
     start: float
     end: float
     num_steps: int
     shape: Literal["linear", "cosine"] = "linear"
-
-    def __post_init__(self) -> None:
-        for name, value in (("start", self.start), ("end", self.end)):
-            if not 0 < value < math.inf:
-                raise ValueError(
-                    f"temperature schedule: {name}: expected a number above 0, got {value}"
-                )
-        if self.shape not in ("linear", "cosine"):
-            raise ValueError(
-                f"temperature schedule: shape: expected linear or cosine, got {self.shape!r}"
-            )
 
     def __call__(self, step: int) -> float:
         last_step = self.num_steps - 1

@@ -47,18 +47,6 @@ class CriticSettings:
     warmup_steps: int = 0  # training steps before the policy learns too
     tokens_per_microbatch: int = 8192
 
-    def __post_init__(self) -> None:
-        for name in ("gamma", "lam"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}: must lie in [0, 1], is {getattr(self, name)}")
-        if self.value_clip is not None and not self.value_clip > 0:
-            raise ValueError(f"value_clip: must be positive, is {self.value_clip}")
-        if self.warmup_steps < 0 or self.tokens_per_microbatch < 1:
-            raise ValueError(
-                "warmup_steps, tokens_per_microbatch: must be at least 0 and 1, are "
-                f"{self.warmup_steps} and {self.tokens_per_microbatch}"
-            )
-
 
 @dataclass(frozen=True)
 class CriticOutput:

@@ -36,8 +36,6 @@ from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.trainer import adamw8bit
 from lowroll.trainer.muon import Muon
 
-OPTIMIZERS = ("adamw", "adamw8bit", "muon")
-
 
 @dataclass(frozen=True)
 class OptimSettings:
@@ -53,31 +51,6 @@ class OptimSettings:
     eps: float = 1e-8
     max_grad_norm: float | None = 1.0  # None: measured, not clipped
     optimizer: str = "adamw"  # or adamw8bit, muon
-
-    def __post_init__(self) -> None:
-        if self.lr_scheduler_type not in DECAYS:
-            raise ValueError(
-                f"lr_scheduler_type: {self.lr_scheduler_type!r} is none of {', '.join(DECAYS)}"
-            )
-        if self.optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer: {self.optimizer!r} is none of {', '.join(OPTIMIZERS)}")
-        for name in (
-            "learning_rate",
-            "warmup_steps",
-            "total_steps",
-            "min_lr_ratio",
-            "weight_decay",
-            "eps",
-        ):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name}: must be finite and not negative, is {value}")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas: must lie in [0, 1), are {self.betas}")
-        if self.max_grad_norm is not None and not (
-            math.isfinite(self.max_grad_norm) and self.max_grad_norm > 0
-        ):
-            raise ValueError(f"max_grad_norm: must be finite and positive, is {self.max_grad_norm}")
 
 
 DECAYS = {  # remaining share of the way from full to minimal rate at progress p

@@ -125,14 +125,10 @@ class PackedBatch:
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[MicroBatch]:
     """Pack sequences of the given token counts into micro-batches of at most `capacity` tokens; a
-    longer one has its own. ValueError for a capacity or a length below 1."""
-    if capacity < 1:
-        raise ValueError(f"tokens_per_microbatch: must be at least 1, is {capacity}")
+    longer one has its own."""
     bins: list[list[int]] = []
     loads: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if lengths[i] < 1:
-            raise ValueError(f"sequence {i}: has {lengths[i]} tokens, must have at least 1")
         bin_index = next((b for b, load in enumerate(loads) if load + lengths[i] <= capacity), None)
         if bin_index is None:
             bins.append([i])
@@ -281,11 +277,8 @@ class MicrobatchSchedule:
 def split_groups(groups: Sequence[int], parts: int) -> list[list[int]]:
     """Split sample indices into at most `parts` minibatches of whole groups, in planned order.
 
-    `groups[i]` is the group of sample i. Sizes differ by at most one group. ValueError when parts <
-    1.
+    `groups[i]` is the group of sample i. Sizes differ by at most one group.
     """
-    if parts < 1:
-        raise ValueError(f"minibatches: must be at least 1, is {parts}")
     samples_by_group: dict[int, list[int]] = {}
     for i, group in enumerate(groups):
         samples_by_group.setdefault(group, []).append(i)

@@ -69,11 +69,6 @@ class SftSettings:
     logprob_chunk: int = 1024
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "tokens_per_microbatch", "logprob_chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: must be at least 1, is {getattr(self, name)}")
-
 
 class SftLearner:
     """A model that learns demonstrations, its optimizer, and its position in their order.

@@ -97,18 +97,6 @@ class LearnSettings:
     logprob_chunk: int = 1024  # tokens whose logits exist at once
     replay_kv: bool = False  # the learner attends to what the sampler's cache held
 
-    def __post_init__(self) -> None:
-        for name in ("minibatches", "tokens_per_microbatch", "logprob_chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: must be at least 1, is {getattr(self, name)}")
-        if not (math.isfinite(self.kl_coef) and self.kl_coef >= 0):
-            raise ValueError(f"kl_coef: must be finite and not negative, is {self.kl_coef}")
-        if unknown := self.options.keys() - self.objective.options.keys():
-            raise ValueError(
-                f"options: objective {self.objective.name} has no {min(unknown)}; it has "
-                f"{', '.join(self.objective.options)}"
-            )
-
     @property
     def has_teacher(self) -> bool:
         """True if the objective reads a teacher's log-probs."""

@@ -48,13 +48,6 @@ def test_the_first_save_removes_nothing_and_late_steps_do_not_count_as_older(
     assert Store(tmp_path).steps() == [2, 5]
 
 
-@pytest.mark.parametrize("step", [True, 1.0, "1", None, -1])
-def test_a_step_is_a_whole_number_from_0_on(tmp_path: Path, step: object) -> None:
-    with pytest.raises(ValueError, match="^step: expected an integer of at least 0"):
-        Store(tmp_path).save(step, {}, {})  # type: ignore[arg-type]
-    assert not list(tmp_path.iterdir())
-
-
 def test_shared_memory_comes_back_as_it_was_and_a_view_leaves_its_buffer_behind(
     tmp_path: Path,
 ) -> None:

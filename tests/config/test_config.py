@@ -780,6 +780,80 @@ def test_overrides(write: Callable[[str], Path]) -> None:
         load(path, {"train.eps": {1.0}})
 
 
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("batch_size", "0 6 -8"),
+        ("rollouts_per_example", "0 1"),
+        ("advantage", "vtrace custom"),
+        ("dapo.max_rounds", "0"),
+        ("dapo.no_signal", "stop"),
+        ("dapo.overlong_max", "5"),
+        ("dapo.overlong_cache", "0 5"),
+        ("score.max_error_rate", "-0.001 1.0"),
+        ("rollout.temperature", "0.0 -1.0 .inf .nan"),
+        ("asynchrony.max_async_level", "-1 9"),
+        ("asynchrony.max_off_policy_steps", "-1"),
+        ("asynchrony.oversampling_factor", "0.99 .inf .nan"),
+        ("asynchrony.partial", "half"),
+        ("buffer.easy_threshold", ".inf"),
+        ("buffer.hard_threshold", ".nan"),
+        ("buffer.easy_fraction", "-0.1 1.1"),
+        ("buffer.hard_fraction", "1.1"),
+        ("loss.kl_coef", "-1.0 .nan"),
+        ("train.minibatches", "0"),
+        ("train.tokens_per_microbatch", "0"),
+        ("train.logprob_chunk", "0"),
+        ("train.learning_rate", "-1.0e-9 .inf .nan"),
+        ("train.warmup_steps", "-1"),
+        ("train.min_lr_ratio", "-0.1 .nan"),
+        ("train.weight_decay", "-1.0e-9 .inf"),
+        ("train.betas", "[1.0,0.5] [0.5,1.0] [-0.1,0.5] [0.5,-0.1]"),
+        ("train.eps", "-1.0e-9 .nan"),
+        ("train.max_grad_norm", "0.0 -1.0 .inf .nan"),
+        ("train.optimizer", "sgd"),
+        ("train.lr_scheduler_type", "step"),
+        ("critic.gamma", "-0.001 1.001"),
+        ("critic.lam", "-0.1 1.1"),
+        ("critic.value_clip", "0.0 -1.0"),
+        ("critic.warmup_steps", "-1"),
+        ("ckpt.keep_last", "0 -1 1.5 true"),
+        ("ckpt.keep_interval", "0"),
+        ("sft.batch_size", "0"),
+        ("eval.num_examples", "0"),
+        ("eval.rollouts_per_example", "0"),
+    ],
+)
+def test_what_no_loop_can_use_is_refused(key: str, values: str) -> None:
+    for value in values.split():
+        with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+            from_mapping({"model": "m"}, [f"{key}={value}"])
+
+
+@pytest.mark.parametrize(
+    ("tree", "key"),
+    [
+        ({"buffer": {"easy_threshold": 0.2, "hard_threshold": 0.2}}, "hard_threshold"),
+        (
+            {"buffer": {"skip_verification": True}, "dapo": {"dynamic_sampling": True}},
+            "skip_verification",
+        ),
+        (
+            {"buffer": {"skip_verification": True, "online_difficulty_filtering": True}},
+            "skip_verification",
+        ),
+        (
+            {"asynchrony": {"max_off_policy_steps": 1, "max_async_level": 2}},
+            "max_off_policy_steps",
+        ),
+        ({"env": [{"id": "countdown", "weight": 0.0}]}, "weight"),
+    ],
+)
+def test_what_no_loop_can_use_together_is_refused(tree: dict[str, object], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        from_mapping({"model": "m", **tree})
+
+
 def test_from_mapping_checks_the_same_things() -> None:
     assert from_mapping({"model": "m", "train": {"max_steps": 3}}, ["seed=4"]).seed == 4
     with pytest.raises(

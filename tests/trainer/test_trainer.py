@@ -716,21 +716,6 @@ def test_bad_batches_are_refused_before_anything_changes():
     assert optimizer.num_steps == 0
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("minibatches", 0),
-        ("tokens_per_microbatch", 0),
-        ("kl_coef", -1.0),
-        ("kl_coef", math.nan),
-        ("options", {"capp": 2.0}),
-    ],
-)
-def test_wrong_learn_settings_are_named(field, value):
-    with pytest.raises(ValueError, match=field):
-        settings(**{field: value})
-
-
 def make_trainer(model, channel, published=None):
     optimizer = Optimizer(
         model.trainable_parameters(),
