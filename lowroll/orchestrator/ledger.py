@@ -196,31 +196,13 @@ def state_of(
     }
 
 
-def upgraded(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state in format 2; format 1 had no step, open groups, pools and duplicates.
-    ValueError for an invalid state."""
-    is_format_1 = state.get("format") == 1
-    expected_fields = set(STATE) - {"step"} if is_format_1 else set(STATE)
-    if set(state) != expected_fields or state["format"] not in (1, STATE_FORMAT):
+def check_state(state: Mapping[str, Any]) -> None:
+    """Raise ValueError for an invalid state; `Ledger.of` checks its ledger."""
+    if set(state) != set(STATE) or state["format"] != STATE_FORMAT:
         raise ValueError(
-            f"orchestrator state: expected format {STATE_FORMAT} (or 1) with plan, ledger and errors"
+            f"orchestrator state: expected format {STATE_FORMAT} with {', '.join(STATE[1:])}"
         )
     if not isinstance(state["plan"], Mapping):
         raise ValueError(f"orchestrator state: plan: expected a mapping, got {state['plan']!r}")
-    if not is_format_1:
-        if type(state["step"]) is not int or state["step"] < 0:
-            raise ValueError(f"orchestrator state: step: expected a count, got {state['step']!r}")
-        return dict(state)
-    new_plan_fields: dict[str, Any] = {"buffer_seed": state["plan"].get("seed"), "hash_keys": []}
-    new_ledger_fields = {
-        "duplicates": 0,
-        "pooled": 0,
-        "open": [],
-        "pools": {pool: {} for pool in POOLS},
-    }
-    return {
-        **state,
-        "step": 0,
-        "plan": {**new_plan_fields, **state["plan"]},
-        "ledger": {**state["ledger"], **new_ledger_fields},
-    }
+    if type(state["step"]) is not int or state["step"] < 0:
+        raise ValueError(f"orchestrator state: step: expected a count, got {state['step']!r}")

@@ -36,7 +36,7 @@ from lowroll.orchestrator.interfaces import (
     WeightsWatch,
 )
 from lowroll.orchestrator.journal import Journal
-from lowroll.orchestrator.ledger import POOLS, Ledger, state_of, upgraded
+from lowroll.orchestrator.ledger import POOLS, Ledger, check_state, state_of
 from lowroll.orchestrator.pending_batch import DroppedGroup, PendingBatch, reason_without_signal
 from lowroll.orchestrator.prompt_source import PromptDraw, PromptSource, seed_of
 from lowroll.orchestrator.rollout_buffer import OpenGroup, RolloutBuffer
@@ -397,7 +397,7 @@ class Orchestrator:
     ) -> None:
         """Continue from `state()`. ValueError names the field that this run's plan contradicts.
         `skip_progress`: restart the prompts, with the same pools. `skip_buffer`: empty the pools."""
-        state = upgraded(state)
+        check_state(state)
         _check_plan(state["plan"], self.source.plan())
         ledger = Ledger.of(state["ledger"], set(self.source.envs))
         if skip_buffer:

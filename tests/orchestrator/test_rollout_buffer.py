@@ -376,28 +376,6 @@ def test_what_comes_back_together_is_scored_in_planned_order():
     assert seen == sorted(seen) and len(seen) == 16
 
 
-def test_a_state_of_format_1_goes_on():
-    orchestrator = made()
-    state = json.loads(json.dumps(orchestrator.state()))
-    old = {
-        "format": 1,
-        "plan": {k: state["plan"][k] for k in ("seed", "rollouts_per_example", "env_weights")},
-        "ledger": {
-            "draws": 8,
-            "cursors": {"a": 8},
-            "planned": 8,
-            "consumed": 8,
-            "dropped": 0,
-            "passed_over": 0,
-        },
-        "errors": "",
-    }
-    orchestrator.restore(old)
-    assert orchestrator.ledger.cursors == {"a": 8} and orchestrator.ledger.open == []
-    with pytest.raises(ValueError, match="expected format 2"):
-        made().restore({**old, "step": 3})
-
-
 def test_progress_and_buffer_can_be_left_behind():
     pools = {"easy_threshold": 0.9}
     orchestrator = made(envs=[FakeEnv("a", period=40)], oversampling_factor=1.5, **pools)
