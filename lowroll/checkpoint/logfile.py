@@ -45,29 +45,22 @@ class Warnings:
 
     def new(self) -> list[str]:
         """Return the lines since the last call, without those present at the start."""
-        new_lines = []
-        for line in self._written():
-            kind = _NUMBER.sub("", line)
-            if kind not in self._kinds:
-                self._kinds.add(kind)
-                new_lines.append(line)
-        return new_lines
-
-    def _written(self) -> list[str]:
-        """Return the warnings and errors that the logs gained since the last call."""
-        messages: list[str] = []
+        new_lines: list[str] = []
         for path in self._logs():
             offset = self._read.get(path, 0)
-            if path.stat().st_size <= offset:
-                continue
             with path.open("rb") as file:
                 file.seek(offset)
                 complete_lines = file.read(_MAX_BYTES).rpartition(b"\n")[0]
             self._read[path] = offset + len(complete_lines)
             for line in complete_lines.decode(errors="replace").splitlines():
-                if match := _WARNING_LINE.match(line):
-                    messages.append(printable(match[1]))
-        return messages
+                if not (match := _WARNING_LINE.match(line)):
+                    continue
+                message = printable(match[1])
+                kind = _NUMBER.sub("", message)
+                if kind not in self._kinds:
+                    self._kinds.add(kind)
+                    new_lines.append(message)
+        return new_lines
 
     def _logs(self) -> list[Path]:
         return sorted(path for name in self.names for path in self.folder.glob(f"{name}_*.log"))

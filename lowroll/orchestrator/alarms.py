@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from lowroll.envs.tasks import prompt_at
-from lowroll.orchestrator.errors import applies_nowhere, describe
+from lowroll.orchestrator.errors import describe
 from lowroll.orchestrator.interfaces import Scorer
 from lowroll.orchestrator.settings import SOLVED
 from lowroll.types import Batch, Prompt, ScoreError
@@ -46,8 +46,9 @@ def check_masks(batch: Batch) -> list[str]:
     """Return one line when the loss masks leave nothing to learn."""
     if any(any(sample.loss_mask) for sample in batch.samples):
         return []
-    if all(applies_nowhere(sample.score) for sample in batch.samples):
-        return []  # `check_any` has logged it
+    scores = [sample.score for sample in batch.samples]
+    if all(isinstance(score, ScoreError) and not score.failed for score in scores):
+        return []  # no reward function applies, which `check_any` has logged
     return [
         f"nothing is learned: all {len(batch.samples)} rollouts of the batch are flagged by "
         "filters, or cut off and masked (rollout/flagged_*_fraction says by which)"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from lowroll.orchestrator.journal import Event, read
@@ -27,14 +26,6 @@ MOVES: dict[str, tuple[tuple[str | None, ...], str]] = {
     "dropped": (("planned", "dispatched", "done"), "dropped"),
 }
 OPEN = ("planned", "dispatched", "done")
-
-
-@dataclass(frozen=True)
-class _Move:
-    """A group's change of state. previous_state: None where it was not planned."""
-
-    request_id: str
-    previous_state: str | None
 
 
 def check(
@@ -56,7 +47,8 @@ class Audit:
         self.states: dict[str, str] = {}
         self.batches: dict[int, list[str]] = {}  # without those rolled back
         self.consumed = 0  # batches up to this step are in a checkpoint
-        self._undo: list[_Move | int] = []  # in order; an int is the step of a batch
+        # steps of batches, and groups with their state before a move (None: not planned)
+        self._undo: list[int | tuple[str, str | None]] = []
         for number, event in enumerate(events, 1):
             self._take(number, event)
 
@@ -109,7 +101,7 @@ class Audit:
                 self.found.append(
                     f"line {number}: {request_id}: {kind}, and it is {state or 'not planned'}"
                 )
-            self._undo.append(_Move(request_id, state))
+            self._undo.append((request_id, state))
             self.states[request_id] = new_state
 
     def _batch(self, number: int, event: Event) -> None:
@@ -148,8 +140,10 @@ class Audit:
             self._undo.pop()
             if isinstance(entry, int):
                 self.batches.pop(entry, None)
-            elif entry.previous_state is None:
-                self.states.pop(entry.request_id, None)
+                continue
+            request_id, previous_state = entry
+            if previous_state is None:
+                self.states.pop(request_id, None)
             else:
-                self.states[entry.request_id] = entry.previous_state
+                self.states[request_id] = previous_state
         self.consumed = min(self.consumed, step)

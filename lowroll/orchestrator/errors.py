@@ -94,16 +94,8 @@ def check_any(scores: Sequence[Score | ScoreError], what: str) -> None:
     logger.warning("no reward function says anything of any rollout of the %s", what)
 
 
-def applies_nowhere(score: Score | ScoreError) -> bool:
-    """Return whether no reward function applies to a response."""
-    return isinstance(score, ScoreError) and not score.failed
-
-
 def describe(errors: list[ScoreError]) -> str:
     """Return the kinds with counts, most frequent first, and the first message, clipped."""
-    kinds = Counter(error.kind for error in errors)
-    counts_text = ", ".join(
-        f"{count} {kind}"
-        for kind, count in sorted(kinds.items(), key=lambda item: (-item[1], item[0]))
-    )
+    kinds = Counter(sorted(error.kind for error in errors))
+    counts_text = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     return f"{counts_text}; first: {errors[0].kind}: {printable(errors[0].message[:MESSAGE_LIMIT], 4 * MESSAGE_LIMIT)}"

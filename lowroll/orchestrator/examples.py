@@ -196,27 +196,18 @@ def _answer_classes(
         [i for i, r in enumerate(example.responses) if _has_answer(r)] for example in examples
     ]
     while any(unclassified):
-        pairs: list[_AnswerPair] = []
+        pairs: list[tuple[int, int, int]] = []  # an example and two of its responses
         for number, waiting in enumerate(unclassified):
             if waiting:
                 first = waiting.pop(0)
                 classes[number][first] = first
-                pairs += [_AnswerPair(number, first, other) for other in waiting]
-        items = [_comparison(env, examples[pair.example], pair.first, pair.other) for pair in pairs]
-        for pair, outcome in zip(pairs, scorer.score(items), strict=True):
+                pairs += [(number, first, other) for other in waiting]
+        items = [_comparison(env, examples[number], *pair) for number, *pair in pairs]
+        for (number, first, other), outcome in zip(pairs, scorer.score(items), strict=True):
             if isinstance(outcome, Score) and outcome.reward >= SOLVED:
-                classes[pair.example][pair.other] = pair.first
-                unclassified[pair.example].remove(pair.other)
+                classes[number][other] = first
+                unclassified[number].remove(other)
     return classes
-
-
-@dataclass(frozen=True)
-class _AnswerPair:
-    """The numbers of two responses to compare, and of their example."""
-
-    example: int
-    first: int
-    other: int
 
 
 def _has_answer(response: ExampleResponse) -> bool:

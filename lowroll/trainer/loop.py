@@ -43,7 +43,7 @@ class Trainer:
         reference: Transformer | None = None,
         critic: Critic | None = None,
         teacher: Transformer | None = None,
-        save_offending: Callable[[Batch], object] | None = None,
+        save_offending: Callable[[Batch], object] = lambda batch: None,
         before_first: Callable[[Batch], Mapping[str, float]] | None = None,
         deadline_s: float = 3600.0,
     ) -> None:
@@ -58,7 +58,7 @@ class Trainer:
         self.save_offending = save_offending
         self.before_first = before_first
         self.deadline_s = deadline_s
-        self.on_phase: Callable[[str, int, int], object] | None = None
+        self.on_phase: Callable[[str, int, int], object] = lambda phase, done, total: None
         self.version = 0
         self.last_step: int | None = None
 
@@ -74,13 +74,13 @@ class Trainer:
     def step(self, batch: Batch) -> dict[str, float]:
         """Learn from a batch, publish the next version, and return the step's metrics."""
         started = time.monotonic()
-        self._tell("learn", 0, self.settings.minibatches)
+        self.on_phase("learn", 0, self.settings.minibatches)
         metrics: dict[str, float] = {}
         if self.before_first is not None and self.last_step is None:
             metrics |= self.before_first(batch)
         metrics |= self._learn(batch)
         learned = time.monotonic()
-        self._tell("publish", 0, 0)
+        self.on_phase("publish", 0, 0)
         self.last_step = batch.step
         self.version += 1
         metrics |= self.publish(self.version) or {}
@@ -129,19 +129,11 @@ class Trainer:
                 self.reference,
                 self.critic,
                 self.teacher,
-                on_update=lambda done, total: self._tell("learn", done, total),
+                on_update=lambda done, total: self.on_phase("learn", done, total),
             )
         except TrainingDiverged:
-            self._keep(batch)
+            self.save_offending(batch)
             raise
         if metrics["optim/skipped"] or metrics.get("critic/skipped"):
-            self._keep(batch)
-        return metrics
-
-    def _tell(self, phase: str, done: int, total: int) -> None:
-        if self.on_phase is not None:
-            self.on_phase(phase, done, total)
-
-    def _keep(self, batch: Batch) -> None:
-        if self.save_offending is not None:
             self.save_offending(batch)
+        return metrics

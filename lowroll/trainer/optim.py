@@ -36,6 +36,8 @@ from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.trainer import adamw8bit
 from lowroll.trainer.muon import Muon
 
+COUNTERS = ("num_steps", "num_updates", "refused_in_a_row")
+
 
 @dataclass(frozen=True)
 class OptimSettings:
@@ -344,11 +346,7 @@ class Optimizer:
                 moments = {"momentum": self.muon.momentum[name]}
             if moments:
                 tensors |= {f"{name}.{kind}": moments[kind] for kind in self._moments(name)}
-        counters = {
-            "num_steps": self.num_steps,
-            "num_updates": self.num_updates,
-            "refused_in_a_row": self.refused_in_a_row,
-        }
+        counters = {name: getattr(self, name) for name in COUNTERS}
         if self.in_8_bits and self.parts:
             counters["shards"] = self.ranks.size
         return tensors, counters
@@ -365,7 +363,7 @@ class Optimizer:
         moments cannot be cut to the new shards.
         """
         shards = state.get("shards", 1)
-        counters = ["num_steps", "num_updates", "refused_in_a_row"]
+        counters = [*COUNTERS]
         if self.in_8_bits and "shards" in state:
             counters.append("shards")
         check_pieces("optimizer state", state, counters)
@@ -377,9 +375,8 @@ class Optimizer:
             if self._has_master(name):
                 expected[f"{name}.master"] = (p.shape, torch.float32)
         check_saved("optimizer state", tensors, expected)
-        self.num_steps = state["num_steps"]
-        self.num_updates = state["num_updates"]
-        self.refused_in_a_row = state["refused_in_a_row"]
+        for name in COUNTERS:
+            setattr(self, name, state[name])
         self.adamw.state.clear()
         self._fused = None
         self.muon.momentum.clear()

@@ -29,7 +29,7 @@ from lowroll.trainer import state as states
 from lowroll.trainer.muon import hidden_matrices
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.packing import PackedBatch, check
-from lowroll.trainer.step import MAX_REFUSALS, PackedForward, TrainingDiverged
+from lowroll.trainer.step import PackedForward, refuse_divergence
 from lowroll.types import BehaviorTag, PolicySpan, Prompt, Rollout, Sample, Score
 from lowroll.weights import derived_tensors
 
@@ -132,11 +132,7 @@ def sft_step(
     metrics = {"sft/loss": loss, "sft/tokens": float(counts.num_tokens), "optim/lr": rate}
     metrics |= optimizer.update(refuse=not math.isfinite(loss))
     derived_tensors.renew(model)
-    if optimizer.refused_in_a_row >= MAX_REFUSALS:
-        raise TrainingDiverged(
-            f"sft: loss {loss}, gradient norm {metrics['optim/grad_norm']}; {MAX_REFUSALS} updates "
-            "in a row were not finite"
-        )
+    refuse_divergence("sft: loss", loss, metrics["optim/grad_norm"], optimizer)
     return metrics
 
 

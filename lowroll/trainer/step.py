@@ -255,7 +255,7 @@ def learn(
     is updated too, and turns rewards into token advantages (without, samples bring their own);
     while it warms up, the policy is only measured. `teacher` is the frozen model of AIPO's
     teacher_tau. `on_update(done, total)` is called after each update. ValueError, before anything
-    changes, for an unusable batch; TrainingDiverged as `_refuse_divergence`.
+    changes, for an unusable batch; TrainingDiverged as `refuse_divergence`.
     """
     samples = batch.samples
     _check_inputs(model, batch, settings, reference, teacher)
@@ -305,7 +305,12 @@ def learn(
         records.append(record)
         if on_update is not None:
             on_update(len(records), len(plan))
-        _refuse_divergence(batch.step, record, optimizer, critic)
+        step = f"step {batch.step}:"
+        loss, norm = record["policy/objective"], record["optim/grad_norm"]
+        refuse_divergence(f"{step} objective", loss, norm, optimizer)
+        if critic is not None:
+            loss, norm = record["critic/loss"], record["critic/grad_norm"]
+            refuse_divergence(f"{step} the critic's loss", loss, norm, critic.optimizer)
     metrics = _merge_records(records) | {"optim/lr": learning_rate}
     if value_estimates is not None:
         metrics |= value_estimates.metrics
@@ -324,15 +329,15 @@ def _check_inputs(
     check(samples, model.spec.vocab_size, model.spec.max_position)
     if settings.replay_kv:
         _check_replay(samples, model)
-    if not (math.isfinite(batch.temperature) and batch.temperature > 0):
-        raise ValueError(
-            f"temperature: must be finite and above 0 to learn from, is {batch.temperature}"
-        )
-    for i, sample in enumerate(samples):
-        temperature = sample.temperature
-        if temperature is not None and not (math.isfinite(temperature) and temperature > 0):
+    own_temperatures = {
+        f"sample {i} ({sample.prompt.id}): ": sample.temperature
+        for i, sample in enumerate(samples)
+        if sample.temperature is not None
+    }
+    for where, temperature in {"": batch.temperature, **own_temperatures}.items():
+        if not 0 < temperature < math.inf:
             raise ValueError(
-                f"sample {i} ({sample.prompt.id}): temperature: must be finite and above 0, is {temperature}"
+                f"{where}temperature: must be finite and above 0 to learn from, is {temperature}"
             )
     has_adapter = any(linear.adapter is not None for _, linear in model.linears())
     if settings.kl_coef and reference is None and not has_adapter:
@@ -452,19 +457,11 @@ def _rejection_metrics(
     )
 
 
-def _refuse_divergence(
-    step: int, record: Mapping[str, float], optimizer: Optimizer, critic: Critic | None
-) -> None:
-    """Raise TrainingDiverged after MAX_REFUSALS refused updates in a row of policy or critic."""
+def refuse_divergence(where: str, loss: float, norm: float, optimizer: Optimizer) -> None:
+    """Raise TrainingDiverged after MAX_REFUSALS refused updates in a row. norm: the gradient's."""
     if optimizer.refused_in_a_row >= MAX_REFUSALS:
         raise TrainingDiverged(
-            f"step {step}: objective {record['policy/objective']}, gradient norm "
-            f"{record['optim/grad_norm']}; {MAX_REFUSALS} updates in a row were not finite"
-        )
-    if critic is not None and critic.optimizer.refused_in_a_row >= MAX_REFUSALS:
-        raise TrainingDiverged(
-            f"step {step}: the critic's loss {record['critic/loss']}, gradient norm "
-            f"{record['critic/grad_norm']}; {MAX_REFUSALS} updates in a row were not finite"
+            f"{where} {loss}, gradient norm {norm}; {MAX_REFUSALS} updates in a row were not finite"
         )
 
 
