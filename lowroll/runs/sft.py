@@ -4,6 +4,7 @@ something larger."""
 from __future__ import annotations
 
 import logging
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from lowroll.config import RunConfig
 from lowroll.config.train import SftConfig, TrainConfig
+from lowroll.envs.base import Environment
 from lowroll.metrics.live import duration
 from lowroll.metrics.progress import phases
 from lowroll.metrics.record import Record, read
@@ -37,7 +39,6 @@ from lowroll.trainer.sft import (
     Demonstration,
     SftLearner,
     SftSettings,
-    demonstrations,
     encode_all,
     read_demonstrations,
 )
@@ -232,3 +233,39 @@ def examples(cfg: RunConfig) -> list[Demonstration]:
     return demonstrations(
         list(zip(envs.values(), weights, strict=True)), cfg.sft.num_examples, cfg.seed
     )
+
+
+def demonstrations(
+    envs: Sequence[tuple[Environment, float]], count: int, seed: int = 0
+) -> list[Demonstration]:
+    """Return gold answers of tasks of the train splits, `count` if there are as many, at most one a
+    task. envs: environments with their weights in the draw.
+
+    Tasks without an answer are skipped, and an environment is left after 2 * count tasks, since an
+    endless one may have no answers. ValueError names the environments if none has any.
+    """
+    rng = random.Random(f"demonstrations/{seed}")
+    examples: list[Demonstration] = []
+    next_tasks = [0] * len(envs)
+    open_envs = list(range(len(envs)))  # those that may have further tasks, by index
+    while open_envs and len(examples) < count:
+        open_weights = [envs[e][1] for e in open_envs]
+        drawn = rng.choices(open_envs, open_weights)[0]
+        env, _ = envs[drawn]
+        task = next_tasks[drawn]
+        next_tasks[drawn] += 1
+        size = env.size("train")
+        is_exhausted = size is not None and task >= size
+        if is_exhausted or task >= 2 * count:
+            open_envs.remove(drawn)
+            continue
+        prompt = env.prompt(task, "train")
+        try:
+            examples.append(Demonstration(prompt.messages, env.gold(prompt), env.tools))
+        except NotImplementedError:
+            continue
+    if not examples:
+        raise ValueError(
+            f"env: {', '.join(env.name for env, _ in envs)} gave no gold answer to learn from"
+        )
+    return examples

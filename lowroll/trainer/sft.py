@@ -18,7 +18,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -44,21 +44,6 @@ class Demonstration:
     messages: list[dict[str, str]]
     response: str
     tools: Sequence[dict[str, Any]] = ()
-
-
-class Demonstrator(Protocol):
-    """The part of `lowroll.envs.Environment` that the warm start uses."""
-
-    name: str
-
-    @property
-    def tools(self) -> Sequence[dict[str, Any]]: ...
-
-    def size(self, split: str = "train") -> int | None: ...
-
-    def prompt(self, index: int, split: str = "train") -> Prompt: ...
-
-    def gold(self, prompt: Prompt) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -180,42 +165,6 @@ def epochs(size: int, seed: int) -> Iterator[int]:
         random.Random(f"sft/{seed}/{epoch}").shuffle(order)
         yield from order
         epoch += 1
-
-
-def demonstrations(
-    envs: Sequence[tuple[Demonstrator, float]], count: int, seed: int = 0
-) -> list[Demonstration]:
-    """Return gold answers of tasks of the train splits, `count` if there are as many, at most one a
-    task. envs: environments with their weights in the draw.
-
-    Tasks without an answer are skipped, and an environment is left after 2 * count tasks, since an
-    endless one may have no answers. ValueError names the environments if none has any.
-    """
-    rng = random.Random(f"demonstrations/{seed}")
-    examples: list[Demonstration] = []
-    next_tasks = [0] * len(envs)
-    open_envs = list(range(len(envs)))  # those that may have further tasks, by index
-    while open_envs and len(examples) < count:
-        open_weights = [envs[e][1] for e in open_envs]
-        drawn = rng.choices(open_envs, open_weights)[0]
-        env, _ = envs[drawn]
-        task = next_tasks[drawn]
-        next_tasks[drawn] += 1
-        size = env.size("train")
-        is_exhausted = size is not None and task >= size
-        if is_exhausted or task >= 2 * count:
-            open_envs.remove(drawn)
-            continue
-        prompt = env.prompt(task, "train")
-        try:
-            examples.append(Demonstration(prompt.messages, env.gold(prompt), env.tools))
-        except NotImplementedError:
-            continue
-    if not examples:
-        raise ValueError(
-            f"env: {', '.join(env.name for env, _ in envs)} gave no gold answer to learn from"
-        )
-    return examples
 
 
 def read_demonstrations(path: Path) -> list[Demonstration]:

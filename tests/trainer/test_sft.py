@@ -14,13 +14,12 @@ from lowroll.config import from_mapping
 from lowroll.envs.base import Environment
 from lowroll.model import hf
 from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
-from lowroll.runs.sft import run_sft
+from lowroll.runs.sft import demonstrations, run_sft
 from lowroll.trainer.optim import OptimSettings
 from lowroll.trainer.sft import (
     Demonstration,
     SftLearner,
     SftSettings,
-    demonstrations,
     encode,
     epochs,
     read_demonstrations,
