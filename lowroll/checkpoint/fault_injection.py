@@ -1,8 +1,8 @@
 """Named points at which a test kills the process or breaks the disk.
 
 `LOWROLL_FAULT=name:kill` turns the point `faultpoint(name)` into SIGKILL, `name:enospc` into "no
-space left on device", `name:eio` into "input/output error". A test runs an operation with an
-observer to find its points, then once per point, so new points are covered.
+space left on device", `name:eio` into "input/output error". Observers see the points that an
+operation passes.
 """
 
 from __future__ import annotations

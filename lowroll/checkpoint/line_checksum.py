@@ -1,9 +1,8 @@
 """A line of JSON that shows when it was damaged: `{"step": 3, "reward/mean": 0.4, "crc":
 "9cf16ae5"}`.
 
-`crc` is the CRC-32 of the line without that field, in hexadecimal. It finds every change of up to
-32 neighbouring bits; other readers (jq, pandas) see one more field. Where the order of lines
-matters the sum begins with the line's number, so that lines which changed places are found too.
+`crc` is the CRC-32 of the line without that field, in hexadecimal: it finds every change of up to
+32 neighbouring bits. Where the order of lines matters the sum begins with the line's number.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Exclusive ownership of a run folder.
 
-The kernel frees the `flock` on `.lock` when its owner dies, so there are no stale locks. The file
-is an append-only list of attempts, one JSON line each; the line count is the attempt number, a
-fencing token for names and logs.
-
-Forked children inherit the lock: workers of a dead run hold its folder until they exit.
+The kernel frees the `flock` on `.lock` when its owner dies, and its forked children. The file is an
+append-only list of attempts, one JSON line each; the line count is the attempt number, a fencing
+token for names and logs.
 """
 
 from __future__ import annotations

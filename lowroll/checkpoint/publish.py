@@ -2,13 +2,10 @@
 
     write into .tmp-lowroll-*  ->  fsync files  ->  MANIFEST.json, fsync  ->  fsync folder  ->  rename  ->  fsync parent
 
-A rename is atomic on POSIX file systems, so a dead process leaves the finished folder or a
-`.tmp-lowroll-*` that no reader opens. The fsyncs order the data before the name, against power loss
-(Pillai et al., OSDI 2014). The manifest has size and SHA-256 of every file, because neither
+A dead process leaves the finished folder, or a `.tmp-lowroll-*` that no reader opens and the next
+writer removes, since its flock is free. The fsyncs order the data before the name, against power
+loss (Pillai et al., OSDI 2014). The manifest has size and SHA-256 of every file, because neither
 safetensors nor the file system notices a flipped bit or a zeroed tail.
-
-The writer flocks its temporary folder. A folder whose lock can be taken is a leftover, which the
-next writer in the same folder removes.
 """
 
 from __future__ import annotations

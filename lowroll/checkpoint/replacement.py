@@ -2,8 +2,7 @@
 
     publish beside dest  ->  rename dest aside  ->  rename the new one to dest  ->  fsync parent  ->  remove the old one
 
-A process that dies between the renames leaves both, whole, for `settle_folder`. Only published
-content is removed: a folder with anything else is moved aside and kept.
+A process that dies between the renames leaves both, whole, for `settle_folder`.
 """
 
 from __future__ import annotations

@@ -3,11 +3,9 @@
 Processes that hold shards write `<name>.1of2.safetensors` and so on into the same folder. A
 tensor's rows are its parts' in order, so any number of processes can read them.
 
-Guarantees: 1. a checkpoint exists whole or not at all (`publish`); 2. `load()` returns the newest
-undamaged one; damaged ones are moved to `damaged/` with a warning, and an empty store raises: a run
-never restarts from scratch by accident; 3. retention removes a checkpoint only after a newer one
-was synced, read back and verified. What cannot be removed is left, with a warning, for the next
-save.
+A checkpoint exists whole or not at all (`publish`). `load()` returns the newest undamaged one; an
+empty store raises: a run never restarts from scratch by accident. A checkpoint is removed only
+after a newer one was synced, read back and verified.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Signs that a run continues without learning, though no error was raised.
-
-A verifier that rejects everything, a changed chat template or a missing stop token show in one
-step's statistics. Canaries score each environment's gold and perturbed answers.
+"""Signs that a run continues without learning, though no error was raised: limits of a step's
+statistics, and canaries, which score each environment's gold and perturbed answers.
 """
 
 from __future__ import annotations

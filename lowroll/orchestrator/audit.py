@@ -1,12 +1,9 @@
 """Invariants of a run's ledger, checked from its file: no rollout was used twice or lost.
 
 1. A group is consumed once in the whole run, across restarts.
-2. planned = consumed + dropped + open: a group goes from planned to dispatched, done and into one
-   batch, or it is dropped; it is dispatched again only while open.
+2. planned = consumed + dropped + open; a group is dispatched again only while open.
 3. A batch has no token that is older than the run allows, or newer than its learner.
 4. After a rollback to batch N no group of a later batch is used without having been drawn again.
-
-`learned` is independent evidence: the request ids that the learner learned from, by step.
 """
 
 from __future__ import annotations

@@ -4,16 +4,13 @@
     turn i      for each sample a request of its own, "<id>/<sample>/<i>": the prompt, all tokens so
                 far and those of the environment's new messages
 
-`Conversations` wraps an engine with the same interface: a `Dialogue` returns as one group, whose
-rollouts hold all their turns; other requests pass through. Earlier turns are never re-encoded. The
-noise of a turn depends only on the request's seed and id, the sample and the turn.
+A `Dialogue` returns as one group, whose rollouts hold all their turns; other requests pass through.
+Earlier turns are never re-encoded. The noise of a turn depends only on the request's seed and id,
+the sample and the turn.
 
 A conversation ends as "done" (the environment says so), "turns" (it has had its turns), "length" (a
 turn was cut at max_tokens), "tokens" (the sequence has no space for another turn, or cuts one
 short), "error" (the environment failed, which becomes the sample's ScoreError) or "abort".
-
-`generate` makes all conversations together, turn by turn. With `add` and `step` each continues as
-soon as its group's first turns are back.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The orchestrator's errors, and the rule that distinguishes a broken scorer from a hard task.
 
-A score that could not be computed is an error and never a reward of 0. It is left out of its
-group's statistics. Above an error rate the rest would be biased, so the run stops.
+A score that could not be computed is an error and never a reward of 0. Above an error rate the
+rest would be biased, so the run stops.
 """
 
 from __future__ import annotations

@@ -9,9 +9,8 @@
     {"event": "rolled_back", "step": 2}                          what came after batch 2 is undone
     {"event": "begun", "step": 0, "open": [...]}                 nothing before this counts
 
-Each line has a checksum seeded with its number (`checkpoint.line_checksum`). The file is synced
-before a batch is sent. A torn last line is removed when the file is reopened; other damage is an
-error. `orchestrator.audit` checks the file.
+Each line has a checksum seeded with its number. The file is synced before a batch is sent. A torn
+last line is removed when the file is reopened; other damage is an error.
 """
 
 from __future__ import annotations

@@ -2,15 +2,14 @@
 
 Batch n is for the learner of version n - 1. At level 0 a step sends the requests of a round
 together and waits for all answers. Otherwise groups are taken as they end
-(`orchestrator.rollout_buffer`), and those that are too old are dropped (`orchestrator.staleness`).
+(`orchestrator.rollout_buffer`).
 
-A step is a transaction on a copy of the ledger, which replaces the ledger once the batch was sent.
-A step that raises changes nothing, and its retry makes the same requests with the same noise.
+A step works on a copy of the ledger, which replaces the ledger once the batch was sent. A step that
+raises changes nothing, and its retry makes the same requests with the same noise.
 
-Dynamic sampling (DAPO, Section 3.2) replaces groups whose scores are all equal. It draws no surplus,
-which would be off policy after the update at level 0. `online_difficulty_filtering` replaces groups
-by mean reward in the same way. After `max_rounds` the step goes on with the groups that it has;
-`no_signal` says what happens when there is none.
+Dynamic sampling (DAPO, Section 3.2) replaces groups whose scores are all equal,
+`online_difficulty_filtering` those of mean reward 0 or 1. After `max_rounds` the step goes on with
+the groups that it has; `no_signal` says what happens when there is none.
 """
 
 from __future__ import annotations

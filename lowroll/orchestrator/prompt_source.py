@@ -2,11 +2,8 @@
 
 A hash of (seed, d) chooses the environment of draw d by weight; the environment's cursor gives the
 prompt's position; the request's seed is a hash of (seed, environment, prompt id, position). Nothing
-depends on the step, retries or the order of answers, so a resumed run draws the same tokens.
-
-In a finite data set, prompts in the difficulty pools are skipped, and all but the first of those
-with the same `hash_keys`. With a curriculum, the position also encodes the level
-(`envs.curriculum`).
+depends on the step, retries or the order of answers, so a resumed run draws the same tokens. With a
+curriculum, the position also encodes the level (`envs.curriculum`).
 """
 
 from __future__ import annotations

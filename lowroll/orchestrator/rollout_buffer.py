@@ -7,9 +7,8 @@ there are enough; a dropped group is replaced.
     level 0, keep or replay  it continues after the update
     level k >= 1             it continues, and newer weights are loaded while it runs
 
-With an oversampling_factor of 1 batch n has only tokens of versions >= n - 1 - k. Otherwise groups
-that are too old are dropped (`orchestrator.staleness`). Taking what ends first prefers short
-responses (docs/asynchrony.md).
+With an oversampling_factor of 1 batch n has only tokens of versions >= n - 1 - k. Taking what ends
+first prefers short responses (docs/asynchrony.md).
 """
 
 from __future__ import annotations

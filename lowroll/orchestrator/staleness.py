@@ -1,16 +1,7 @@
 """The rule of staleness: which rollouts are too old for the learner.
 
-`max_off_policy_steps` bounds a group's age in two ways (Surogate's rule and prime-rl's):
-
-1. In flight, a group that has lived through max_off_policy_steps weight updates is too old for one
-   more (`is_stale_in_flight`); `RolloutBuffer.abort_stale` aborts it. A replayed group is drawn anew
-   under the new weights and never too old.
-2. A returned group is too old when it has a token drawn more than max_off_policy_steps versions
-   before the learner's (`is_stale`).
-
-`Orchestrator` drops both with the reason STALE, which `rollout/dropped_stale` counts. A step that
-draws in rounds waits for all of its groups, so a token of another version is an error there
-(`require_fresh`).
+`max_off_policy_steps` bounds a group's age in two ways (Surogate's rule and prime-rl's): in flight
+by the weight updates that it has lived through, returned by its oldest token's version.
 """
 
 from __future__ import annotations

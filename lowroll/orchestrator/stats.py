@@ -1,8 +1,5 @@
-"""Statistics of a step.
-
-They are of raw scores over every scored sample, and of every rollout, also of dropped groups: they
-measure the policy and not the selection of the batch. `num_samples` and `num_groups` count the
-batch.
+"""Statistics of a step: of raw scores and of every rollout, also of dropped groups, since they
+measure the policy and not the selection of the batch.
 """
 
 from __future__ import annotations

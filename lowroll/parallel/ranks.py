@@ -1,15 +1,14 @@
 """Learner ranks: processes that train one model together.
 
 Every rank has the whole batch, runs its share of the passes, and gathers the results of all, from
-which it computes the same counts, metrics and refusals. Collective are only the sum of the
-gradients and, with sharded weights, every pass.
+which it computes the same counts, metrics and refusals.
 
     Ranks        one process alone: exactly the plain path
     RankGroup    n processes, each with the whole model (plain data parallel)
     parallel.sharding.Sharded     n processes, each with a part of it (FSDP2)
 
-Values are sent as tensors of known sizes, never as pickles. Every wait ends at the group's
-deadline; a rank first notes its position in the store, so that an error names the missing ones.
+Values are sent as tensors of known sizes, never as pickles. A rank notes its position in the store
+before each wait, so that an error names the missing ones.
 """
 
 from __future__ import annotations

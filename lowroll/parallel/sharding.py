@@ -1,8 +1,5 @@
 """Sharded models: every rank holds some rows of each weight, its gradient and its moments (FSDP2).
 
-    ranks = Sharded(rank, size, host, port, device, deadline_s)
-    ranks.shard(model)
-
 A pass gathers a block's weights before it runs and frees them after it; gradients are reduced in
 float32 to the shards. So every pass needs all ranks (`lockstep`).
 
@@ -13,9 +10,7 @@ float32 to the shards. So every pass needs all ranks (`lockstep`).
     codes              of aligned forwards and transposes: whole on every rank, renewed by block from gathered weights
 
 The model's own parameters (embedding, norm, lm_head) stay gathered from a pass to the update, since
-log-probs read lm_head outside of the model's call. `forget` must drop them before the next pass.
-Digests, publications and saved folders read a `mirror`: a plain model on the leading rank, refilled
-by block.
+log-probs read lm_head outside of the model's call; `forget` drops them before the next pass.
 """
 
 from __future__ import annotations

@@ -2,11 +2,8 @@
 
 Each block of 256 entries of a moment keeps its largest magnitude in float32 and 256 levels of a
 dynamic tree code: 2 bytes a parameter (and 1/32) instead of 8. Tensors of fewer than 4096 entries
-keep float32 moments. Where ranks hold parts of a parameter, blocks are those of a part, but the
-whole counts against 4096; results then differ within the moments' rounding, unless parts are
-multiples of 256 entries.
-
-The library is the extra `bnb`; its CPU path needs 0.50.
+keep float32 moments. Blocks are those of a rank's part, whose results differ within the moments'
+rounding, unless parts are multiples of 256 entries.
 """
 
 from __future__ import annotations

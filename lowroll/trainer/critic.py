@@ -5,13 +5,11 @@
 With a response's reward on its last token, `advantages.gae` makes token advantages and returns of
 the values (arXiv 1506.02438 eq. 16). Advantages are whitened over the masked tokens of the whole
 batch, and the critic descends `objectives.value_loss` on the returns in the policy's minibatches.
-Values from before the batch serve for all of them, as the proximal log-probs do.
+Values from before the batch serve for all of them.
 
-1. The body is a separate model and learns in full, even if the policy learns an adapter. Its lm_head is dropped.
-2. The head begins at zero: with gamma = lam = 1 and no whitening the first step is REINFORCE with the reward as
-   advantage. (verl draws a random head.)
-3. The critic has its own AdamW, norm clip and refusal of non-finite updates; its rate is constant.
-4. In the first `warmup_steps` training steps only the critic learns.
+The body learns in full, even if the policy learns an adapter, at a constant rate. The head begins
+at zero: with gamma = lam = 1 and no whitening the first step is REINFORCE with the reward as
+advantage (verl draws a random head).
 
 T: tokens fed, N: response tokens, D: hidden size.
 """

@@ -7,19 +7,15 @@
     ratio       mismatch/weight_max above a bound
     nonfinite   one of these is not finite, or an update was skipped for that
 
-The average is m <- m + (x - m) / 10. The baseline is BASELINE steps after the start, a fallback, or
-a new stage of the run or its noise; a shorter stage has no growth alarm. After `patience` alarmed
-steps in a row the action follows, and the count restarts:
+The average is m <- m + (x - m) / 10; its baseline begins again with other rollouts. After
+`patience` alarmed steps in a row:
 
     warn        reports the alarm only
     tighten     every bound b of the objective becomes b^p around its neutral value (see `rescale`); thrice at most
     fallback    the rollouts get their format's `Format.fallback`, until dense
 
-Under a budget (`rollout.weights: {max_kl:...}`), a KL alarm at the end of a streak first has the
-formats chosen again. If the choice is the same, the action follows, and the next choice waits twice
-as long.
-
-Decisions depend only on metrics that repeat bit for bit and on the saved state: a resumed run
+Under a budget (`rollout.weights: {max_kl:...}`) a KL alarm first has the formats chosen again; if
+the choice is the same, the action follows, and the next choice waits twice as long. A resumed run
 decides the same.
 """
 

@@ -6,14 +6,13 @@ For a matrix W [N, K] with gradient G, momentum b and learning rate lr:
     X = U / |U|;   five times  X <- a X + (b2 A + c A^2) X  with A = X X^T,  (a, b2, c) = (3.4445, -4.7750, 2.0315)
     W <- W - lr wd W - lr 0.2 sqrt(max(N, K)) X
 
-The iteration moves every singular value to about 0.7 to 1.2, so X is nearly the orthogonal factor
-of U. Its entries have RMS 1 / sqrt(max(N, K)), and the factor makes the update's RMS 0.2 lr, that
-of Adam in practice (Liu et al. 2025, arXiv 2502.16982, section 2.2): one learning rate serves Muon
-and AdamW. QaRL uses lr 1e-6 and wd 0.01.
+X is nearly the orthogonal factor of U (singular values of 0.7 to 1.2). The factor makes the
+update's RMS 0.2 lr, that of Adam in practice (Liu et al. 2025, arXiv 2502.16982, section 2.2): one
+learning rate serves Muon and AdamW.
 
-Fused matrices (q, k, v; gate, up) are orthogonalized separately. The iteration runs in bfloat16 on
-a GPU, else in float32. With sharded parameters, each round gathers one matrix of like cost on every
-rank, which sends the update back in parts: 1/n of the arithmetic for 8 bytes of traffic an entry.
+Fused matrices (q, k, v; gate, up) are orthogonalized separately, in bfloat16 on a GPU, else in
+float32. With sharded parameters each round gathers one matrix of like cost on every rank: 1/n of
+the arithmetic for 8 bytes of traffic an entry.
 """
 
 from __future__ import annotations

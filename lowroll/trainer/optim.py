@@ -6,17 +6,12 @@ AdamW (Loshchilov & Hutter 2019, algorithm 2), with g the clipped gradient:
     m <- b1 m + (1-b1) g        v <- b2 v + (1-b2) g^2        mh = m / (1-b1^t)        vh = v / (1-b2^t)
     p <- p - lr * wd * p - lr * mh / (sqrt(vh) + eps)
 
-Only matrices decay. With `optimizer: muon` the hidden matrices go to Muon (`trainer.muon`) and the
-rest stays here; `adamw8bit` keeps m and v in 8 bits (`trainer.adamw8bit`). Clipping scales all
-gradients by min(1, max_norm / norm), with norm the 2-norm over every parameter. On CUDA an AdamW
-update is one launch (`kernels.training.adamw`).
+Only matrices decay. With `optimizer: muon` the hidden matrices go to Muon; `adamw8bit` keeps m and
+v in 8 bits. Clipping scales all gradients by min(1, max_norm / norm), with norm the 2-norm over
+every parameter. On CUDA an AdamW update is one launch (`kernels.training.adamw`).
 
-A bfloat16 parameter keeps 8 bits of mantissa and would lose an update of 1e-5 of its size. So it is
-the rounding of a float32 master, which also accumulates gradients. A sharded parameter's part
-(`parallel.sharding`) is the master, rounded when a pass reads it.
-
-A NaN in the moments would spread to every weight. So an update with a non-finite norm is refused,
-weights and moments stay bit for bit, and `refused_in_a_row` counts until an update succeeds.
+A bfloat16 parameter would lose an update of 1e-5 of its size. So it is the rounding of a float32
+master, which also accumulates gradients; a shard (`parallel.sharding`) is its own master.
 """
 
 from __future__ import annotations

@@ -4,9 +4,6 @@ Sequences, longest first (stable), go into the first micro-batch with enough spa
 decreasing: at most 11/9 of the optimal number of bins plus 6/9, Dosa 2007). Positions restart with
 every sequence and `lengths` bounds its attention, so each computes the same as alone.
 
-For n ranks the number of micro-batches is a multiple of n, if there are enough sequences, and they
-have equal cost: the costliest remaining sequence goes to the cheapest micro-batch.
-
 The hidden state of the previous token predicts response token y_t: of entry n of every `_N` tensor,
 `targets_N[n]` is y_t, and `index_N[n]` the row of that hidden state. A sequence's last token is not
 fed.

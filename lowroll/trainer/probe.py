@@ -1,10 +1,9 @@
 """A probe of an objective on a batch before its first update: the measured mismatch and the
 thresholds.
 
-The learner scores the engine's tokens. `spread` describes ln pi_old - ln b; `silent` counts tokens
-without a gradient although the ratio R is still 1, because of a mask, a rejection or a clip on the
-mismatch. A = 0 is taken as 1, to judge a batch without signal; a KL term is left out, and the
-teacher is assumed to agree with A.
+`spread` describes ln pi_old - ln b; `silent` counts tokens without a gradient although the ratio R
+is still 1, because of a mask, a rejection or a clip on the mismatch. A = 0 is taken as 1; a KL term
+is left out, and the teacher is assumed to agree with A.
 """
 
 from __future__ import annotations

@@ -4,9 +4,6 @@ With y the response of a demonstration, end-of-turn id included, and N the respo
 whole batch, a step ascends the token mean of the log-likelihood
 
     J(theta) = 1/N sum over demonstrations sum_t log pi(y_t | x, y_<t),      sft/loss = -J, in nats a token
-
-on the packing, log-prob function and optimizer of the policy step. Each epoch has a fresh seeded
-order.
 """
 
 from __future__ import annotations

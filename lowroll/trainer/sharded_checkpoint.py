@@ -3,9 +3,8 @@
     lead(ranks, lambda share: store.save(..., share=share))        the rank that leads
     follow(ranks, tensors)                                         the others, at the same time
 
-The leading rank names the folder; the others write their parts and report. Any rank's full disk
-fails the save on the leading rank, which may retry, and which alone publishes and verifies. Several
-machines need a shared file system.
+Any rank's full disk fails the save on the leading rank, which may retry, and which alone publishes
+and verifies. Several machines need a shared file system.
 """
 
 from __future__ import annotations

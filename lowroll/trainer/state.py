@@ -1,15 +1,12 @@
 """The learner's state for a bitwise resume, as named tensors and JSON.
 
-    tensors["model"]       every trainable parameter by name (LoRA: the adapter; the base is the model folder)
-    tensors["optimizer"]   AdamW's moments, Muon's momentum, and float32 masters of low-precision parameters
-    tensors["critic"], tensors["critic_optimizer"], state["critic"]     the same of PPO's critic, all of its weights
-    state["optimizer"]     training steps, updates applied, updates refused in a row
-    state["version"]       policy version that the learner holds
-    state["last_step"]     the last batch consumed: an older one is refused
-    state["uaq_scale"]     the scale that the weights carry (`model.scaling`): they are never scaled twice
-
-There is no scheduler or generator to save: rates depend on the step count alone, and the learner
-draws no random numbers.
+tensors["model"]       every trainable parameter by name (LoRA: the adapter; the base is the model folder)
+tensors["optimizer"]   AdamW's moments, Muon's momentum, and float32 masters of low-precision parameters
+tensors["critic"], tensors["critic_optimizer"], state["critic"]     the same of PPO's critic, all of its weights
+state["optimizer"]     training steps, updates applied, updates refused in a row
+state["version"]       policy version that the learner holds
+state["last_step"]     the last batch consumed: an older one is refused
+state["uaq_scale"]     the scale that the weights carry (`model.scaling`): they are never scaled twice
 """
 
 from __future__ import annotations

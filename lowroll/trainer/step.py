@@ -5,27 +5,18 @@ For each minibatch M of whole groups the learner ascends
     J(theta) = objective(learner, proximal, behavior, A) - kl_coef * KL(learner, reference)
 
 of the log-probs under the learner, the proximal policy (the learner before the batch), the behavior
-policy that the rollouts recorded, and the frozen reference; all at the sampling temperature. Unlike
-in the textbook loop:
+policy that the rollouts recorded, and the frozen reference; all at the sampling temperature.
 
-1. Micro-batches are packed by tokens and add up to M exactly: denominators are the counts of M, whose
-   sequences are all samples of M, masked or not.
-2. With one minibatch the proximal policy *is* the learner, detached: R = 1 exactly, without an extra
-   pass. With more, or with weights divided by their mean over the batch, one pass without gradient
-   records its log-probs before the first update. It uses the updates' packing
-   (`Minibatch.portions`), because a product with another number of rows rounds differently, which in
-   bfloat16 leaves narrow bands. So R = 1 bit for bit until the weights change. Reference and teacher
-   read the same micro-batches.
-3. A sequence whose advantage is 0 is run forward only, for the statistics, unless there is a KL term
-   (or one in the objective).
-4. With a critic (PPO) tokens have advantages from the critic's values before the first update; while
-   the critic warms up, the policy is not updated.
-5. With `replay_kv` the learner attends to what each sample's cache held (`model.replay`). Reference,
-   teacher and critic stay dense.
-6. The KL term omits tokens that the objective rejects for their mismatch; denominators count them.
-7. A non-finite objective or gradient norm leaves weights and moments as they are and counts as
-   skipped; the third in a row raises TrainingDiverged.
-8. Statistics are computed on the host from copied log-probs, while the device computes the gradient.
+1. Micro-batches add up to M exactly: denominators are the counts of M, whose sequences are all
+   samples of M, masked or not.
+2. With one minibatch the proximal policy *is* the learner, detached. With more, or with weights
+   divided by their mean over the batch, a pass without gradient records its log-probs first, packed
+   as the updates: a product with another number of rows rounds differently. So R = 1 bit for bit
+   until the weights change. Reference and teacher read the same micro-batches.
+3. A sequence with advantage 0 runs forward only, unless a KL term needs its gradient.
+4. With `replay_kv` the learner alone attends to what each sample's cache held (`model.replay`).
+5. The KL term omits tokens that the objective rejects; denominators count them.
+6. Statistics are computed on the host from copied log-probs, while the device computes the gradient.
 
 T: tokens fed, N: response tokens.
 """
