@@ -32,8 +32,8 @@ class SamplingSettings:
 class Settings:
     """The orchestrator's settings; docs/configuration.md has those of the same name."""
 
-    batch_size: int  # rollouts per step
-    rollouts_per_example: int  # the group size G
+    batch_size: int
+    rollouts_per_example: int
     sampling: SamplingSettings = SamplingSettings()
     temperature_schedule: TemperatureSchedule | None = None  # replaces sampling.temperature
     seed: int = 0
@@ -45,23 +45,21 @@ class Settings:
     max_sequence_tokens: int | None = None  # of a conversation with its prompt
     dynamic_sampling: bool = False
     max_rounds: int = 8
-    no_signal: str = "end"  # end (NoSignal) or go_on
-    overlong_max: int | None = None  # tokens
-    overlong_cache: int | None = None  # tokens
+    no_signal: str = "end"
+    overlong_max: int | None = None
+    overlong_cache: int | None = None
     filters: tuple[Filter, ...] = ()
     max_error_rate: float = 0.05
     error_window: int = 50  # scores before the error rate is judged
     canary_interval: int | None = 20  # steps between checks of the scorer on known answers
-    # asynchrony: see lowroll.orchestrator.rollout_buffer
-    max_async_level: int = 0  # batches that may be drawn ahead of the learner
+    max_async_level: int = 0
     strict_async_level: bool = False
-    max_off_policy_steps: int = 8  # versions, and weight updates in flight
-    oversampling_factor: float = 1.0  # open groups, as a multiple of a batch
-    partial: str = "none"  # none, keep or replay
+    max_off_policy_steps: int = 8
+    oversampling_factor: float = 1.0
+    partial: str = "none"
     stall_s: float = 3600.0  # seconds in which a group in flight must end
-    # which prompts are drawn: see lowroll.orchestrator.prompt_source
-    sampling_seed: int | None = None  # seed of sampling from the policy; None: `seed`
-    buffer_seed: int | None = None  # seed of the mix of environments; None: `seed`
+    sampling_seed: int | None = None  # None: `seed`
+    buffer_seed: int | None = None  # of the mix of environments; None: `seed`
     online_difficulty_filtering: bool = False
     easy_threshold: float | None = None
     hard_threshold: float | None = None

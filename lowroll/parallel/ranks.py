@@ -65,7 +65,7 @@ class Ranks:
 
     def deal(self, costs: Sequence[float]) -> list[int | None]:
         """Return this rank's passes in order, by their costs. None is a pass run only to keep the
-        others in step: in lockstep every rank gets as many."""
+        others in lockstep."""
         return list(range(len(costs)))
 
     def gather(self, values: Sequence[PerToken], sizes: dict[int, int]) -> list[PerToken]:
@@ -138,11 +138,9 @@ ALONE = Ranks()
 class RankGroup(Ranks):
     """This process among `size`, which meet at tcp://host:port.
 
-    host: the leading rank's IPv4 address or name; its store listens there alone, and if the address
-    belongs to an interface of this machine, so do gloo and NCCL (unless GLOO_SOCKET_IFNAME and
-    NCCL_SOCKET_IFNAME are set). device: of the model; host tensors use gloo, CUDA tensors NCCL.
-    deadline_s: for every wait. Raises DeadlineExceeded, which names the missing ranks, and
-    RankLost.
+    host: the leading rank's IPv4 address or name; its store listens there alone. device: of the
+    model; host tensors use gloo, CUDA tensors NCCL. deadline_s: for every wait. DeadlineExceeded
+    and RankLost name the missing ranks.
     """
 
     def __init__(
@@ -174,9 +172,7 @@ class RankGroup(Ranks):
             )
 
     def deal(self, costs: Sequence[float]) -> list[int | None]:
-        """Return this rank's passes. In lockstep, passes of like costs run side by side. Else the
-        costliest remaining pass goes to the least loaded rank (LPT, Graham 1969: at most 4/3 of the
-        optimum)."""
+        # LPT (Graham 1969: at most 4/3 of the optimum); in lockstep like costs run side by side
         costliest_first = sorted(range(len(costs)), key=lambda i: -costs[i])
         if self.lockstep:
             return self._deal_rounds(costliest_first)
@@ -190,9 +186,8 @@ class RankGroup(Ranks):
         return [*sorted(own_passes)]
 
     def _deal_rounds(self, passes: Sequence[int]) -> list[int | None]:
-        """Return this rank's pass of each round of `size` passes, in their order; None where the
-        last round has too few. Every other round is dealt from the last rank on, so that none
-        always gets the costliest."""
+        """Return this rank's pass of each round of `size` passes; None where the last round has too
+        few. Every other round is dealt from the last rank on: none always gets the costliest."""
         own_passes: list[int | None] = []
         for start in range(0, len(passes), self.size):
             is_reversed = start // self.size % 2 == 1
@@ -201,8 +196,7 @@ class RankGroup(Ranks):
         return own_passes
 
     def gather(self, values: Sequence[PerToken], sizes: dict[int, int]) -> list[PerToken]:
-        """Return the values of all ranks. Their bits are summed as integers, and all ranks but one
-        have zeros, so that they arrive exact."""
+        # bits are summed as integers, and all ranks but one have zeros: values arrive exact
         lengths = list(sizes.values())
         flat = torch.zeros(len(values), sum(lengths))  # one line a kind, all samples behind another
         for own_values, row in zip(values, flat, strict=True):
@@ -225,8 +219,7 @@ class RankGroup(Ranks):
                 gradient.copy_(piece.view_as(gradient))
 
     def tell(self, data: bytes | None = None, wait_s: float | None = None) -> bytes:
-        """Send data from the leading rank, and return it on every rank. The store has its length
-        under a key for each call, which the others wait for; the bytes come by broadcast."""
+        # the others wait for the length in the store; the bytes come by broadcast
         self._told += 1
         key = f"told/{self._told}"
         payload = bytearray(data or b"")
@@ -246,16 +239,14 @@ class RankGroup(Ranks):
         return bytes(payload)
 
     def meet(self, what: str) -> None:
-        """Wait for all ranks. DeadlineExceeded and RankLost name the missing ones."""
         with self._together(what):
             dist.all_reduce(torch.zeros(1))
 
     def close(self) -> None:
-        """Leave the group; after an error, without waiting for the others."""
         if not dist.is_initialized():
             return
         with suppress(RuntimeError):
-            if self._failed:
+            if self._failed:  # the others would not answer
                 dist.distributed_c10d._abort_process_group()
             else:
                 dist.destroy_process_group()
@@ -276,9 +267,9 @@ class RankGroup(Ranks):
             raise self._failure(what, error, time.monotonic() - start_time) from None
 
     def _failure(self, what: str, error: RuntimeError, waited_s: float) -> TransportError:
-        """Return an error that names the missing ranks: DeadlineExceeded after a wait of about the
-        deadline, else RankLost. A living rank fails at the same wait and notes it in the store;
-        those that have not within ROLL_CALL_S are missing."""
+        """Return an error that names the missing ranks: those that have not noted within
+        ROLL_CALL_S that they failed at the same wait. DeadlineExceeded after a wait of about the
+        deadline, else RankLost."""
         first_line = str(error).strip().partition("\n")[0]
         self._store.set_timeout(timedelta(seconds=ROLL_CALL_S))
         try:

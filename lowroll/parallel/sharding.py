@@ -41,7 +41,7 @@ class Sharded(RankGroup):
     """This process in a group that shards a model. Arguments as for `RankGroup`.
 
     Shards are on the ranks' device; a model on the host is moved by block. Scale, align and adapt a
-    model first. `shard` raises ValueError for low-bit weights, before anything changes.
+    model first.
     """
 
     lockstep = True
@@ -199,8 +199,8 @@ class Sharded(RankGroup):
     def _copy(
         self, mirror: Transformer | None, model: Transformer, modules: list[nn.Module]
     ) -> None:
-        """Gather the modules one after the other on all ranks, and copy their parameters into the
-        mirror on the rank that has one. modules: blocks of the model, and the model itself."""
+        """Gather the modules (blocks, and the model itself) one after the other on all ranks, and
+        copy their parameters into the mirror on the rank that has one."""
         self.forget()
         targets = {} if mirror is None else dict(mirror.named_parameters())
         for module in modules:
@@ -227,8 +227,8 @@ def pieces(sizes: Sequence[int]) -> list[tuple[int, list[int]]]:
     """Lay buffers of these sizes out in page-locked memory: the bytes of each piece, and the
     offsets in it.
 
-    torch rounds such a request up to a power of two. Single requests for the matrices of a 7B, a
-    14B and a 32B model take 1.8 to 1.9 times their bytes; these pieces at most a seventh more.
+    torch rounds a request up to a power of two: matrix by matrix a 7B model takes 1.8 times its
+    bytes, in these pieces at most a seventh more.
     """
     return min((_lay_out(sizes, max_bytes) for max_bytes in PIECES), key=rounded)
 

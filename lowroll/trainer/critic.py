@@ -85,9 +85,9 @@ class Critic:
         return self.optimizer.num_steps < self.settings.warmup_steps
 
     def judge(self, samples: Sequence[Sample], portions: Sequence[Sequence[int]]) -> CriticOutput:
-        """Return values, advantages and returns, in the portions that an update will run: equally
-        packed, equal weights give bitwise equal values. ValueError for a sample without a reward or
-        that the critic cannot read; RunFailed for a non-finite value."""
+        """Return values, advantages and returns, packed as an update: equal weights give bitwise
+        equal values. ValueError for a sample without a reward or that the critic cannot read;
+        RunFailed for a non-finite value."""
         check(samples, self.body.spec.vocab_size, self.body.spec.max_position)
         values = self._run(samples, portions)
         # lists in the order of the portions

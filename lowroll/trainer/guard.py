@@ -93,11 +93,8 @@ class GuardSettings:
 
 class Guard:
     """The guard of a run. `weights` is the rollouts' format; with `to_dense` a fallback leads there
-    at once. has_budget: the format comes from a budget, and may be chosen again.
-
-    The caller applies `tightened` and `weights` to the next step; if `wants_choice`, it chooses a
-    format first (`chosen`).
-    """
+    at once. The caller applies `tightened` and `weights` to the next step; if `wants_choice`, it
+    chooses a format of the budget first (`chosen`)."""
 
     def __init__(
         self,
@@ -120,10 +117,7 @@ class Guard:
 
     def look(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
         """Take a step's metrics, act if need be, and return its `guard/*` metrics and messages.
-
-        A streak is steps with alarms in a row. Alarms are reported at its first step and when it
-        reaches `patience`, where the guard acts and a new streak begins.
-        """
+        Alarms are reported at the first step of a streak and when it reaches `patience`."""
         stage = [metrics.get(name, 0.0) for name in STAGE]
         if self.stage not in (None, stage):  # other rollouts than before
             self._forget()

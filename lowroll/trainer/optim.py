@@ -58,13 +58,9 @@ DECAYS = {  # remaining share of the way from full to minimal rate at progress p
 
 
 def learning_rate(settings: OptimSettings, step: int) -> float:
-    """Return the rate of training step `step`, counted from 0: stateless, so a resume needs no
-    scheduler.
-
-    Warm-up is linear, (step + 1) / warmup_steps. From step warmup_steps on, lr = learning_rate *
-    (min_lr_ratio + (1 - min_lr_ratio) * decay(p)), where p = (step - warmup_steps) / (total_steps -
-    warmup_steps), at most 1, and decay is 1, 1 - p or (1 + cos(pi p)) / 2.
-    """
+    """Return the rate of training step `step`, counted from 0: a linear warm-up, then the decay
+    from learning_rate to min_lr_ratio of it at total_steps. Stateless: a resume needs no
+    scheduler."""
     full_rate = settings.learning_rate
     warmup_steps = settings.warmup_steps
     if step < warmup_steps:
@@ -188,9 +184,8 @@ class Optimizer:
         return metrics
 
     def _gradients(self) -> list[Tensor]:
-        """Return every parameter's gradient, in the order of `masters`, summed over the ranks: for
-        one rank's fused step those that wait, in their own dtype, else the masters' float32
-        ones."""
+        """Return every parameter's gradient, in the order of `masters`, summed over the ranks;
+        float32, except for one rank's fused step."""
         all_waiting = self._waiting.keys() == self.masters.keys() == self.others.keys()
         if self.ranks.size == 1 and all_waiting and self._fuses():
             return [self._waiting[name] for name in self.masters]
@@ -227,9 +222,9 @@ class Optimizer:
         return [g for name, g in zip(self.masters, gradients, strict=True) if name in self.others]
 
     def _apply(self, norm: Tensor, gradients: list[Tensor], at: Addresses | None) -> float:
-        """Clip, update the masters, and round them to the parameters; the fused step does all three
-        itself. Return the update's 2-norm (with shards, a whole parameter counts once a rank).
-        norm: of all gradients. at: addresses of those of the fused step, if uploaded already."""
+        """Clip, update the masters, and round them to the parameters. Return the update's 2-norm
+        (with shards, a whole parameter counts once a rank). norm: of all gradients. at: addresses
+        of those of the fused step, if uploaded already."""
         is_fused = self._fuses()
         unfused = {} if is_fused else self.others
         most = self.settings.max_grad_norm
@@ -434,9 +429,9 @@ def check_saved(
 
 
 def _make_master(name: str, param: nn.Parameter, waiting: dict[str, Tensor]) -> Tensor:
-    """Return the float32 tensor that the optimizer updates: the parameter itself, or a copy, its
-    master, to whose `grad` a hook moves and sums the gradients in float32. On CUDA the hook leaves
-    the first one unconverted in `waiting`, in half of the memory, until a second one comes."""
+    """Return the float32 tensor that the optimizer updates: the parameter itself, or a copy, to
+    whose `grad` a hook moves and sums the gradients. On CUDA the hook leaves the first one
+    unconverted in `waiting`, in half of the memory, until a second one comes."""
     if param.dtype == torch.float32:
         return param
     master = param.detach().float().clone()

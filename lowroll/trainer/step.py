@@ -385,9 +385,7 @@ def _anchors(
     reference: Transformer | None,
     teacher: Transformer | None,
 ) -> FixedPolicyLogProbs:
-    """Run a pass without gradient for each fixed policy that is read, packed as the updates. In a
-    single update the learner itself is the proximal policy, which needs no pass unless the weights'
-    mean over the batch must be known before."""
+    """Run a pass without gradient for each fixed policy that is read, packed as the updates."""
     portions = list(chain.from_iterable(minibatch.portions for minibatch in plan))
     proximal_lp = reference_lp = teacher_lp = None
     # only the learner attends to what the sampler's cache held
@@ -407,12 +405,9 @@ def _anchors(
 def _mismatch_metrics(
     batch: Batch, active: Sequence[int], learner: PerToken, settings: LearnSettings
 ) -> dict[str, float]:
-    """Return the mismatch of sampler and learner on the active samples: of all, and by length.
-
-    Add that by staleness if the orchestrator gave the learner's version, and the statistics of
-    rejected samples if a cache was bounded or rounded. learner: its log-probs before the first
-    update.
-    """
+    """Return the mismatch of sampler and learner on the active samples: of all, by length, by
+    staleness if the learner's version is known, and of rejected samples if a cache was bounded or
+    rounded. learner: its log-probs before the first update."""
     if not active:
         return {}
     packed = collate(batch.samples, active)
@@ -434,8 +429,8 @@ def _mismatch_metrics(
 def _rejection_metrics(
     packed: PackedBatch, per_token: Mapping[str, Tensor], settings: LearnSettings
 ) -> dict[str, float]:
-    """Return the statistics of what the objective rejects before the first update, when the learner
-    is the proximal policy. per_token: learner, behavior, mask and segments, [N]."""
+    """Return the statistics of what the objective rejects before the first update. per_token:
+    learner, behavior, mask and segments, [N]."""
     options = settings.objective.options | dict(settings.options)
     verdict = settings.objective.verdict(**per_token, proximal=per_token["learner"], **options)
     scores = [sample.score for sample in packed.chosen]
