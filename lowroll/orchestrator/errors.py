@@ -64,11 +64,6 @@ class ErrorWindow:
             f"{self.min_scores} scores on"
         )
 
-    def copy(self) -> ErrorWindow:
-        window = ErrorWindow(self.max_error_rate, self.min_scores, self._outcomes.maxlen or 0)
-        window._outcomes.extend(self._outcomes)
-        return window
-
     def state(self) -> str:
         """Return one character a score, oldest first: 1 is an error."""
         return "".join("1" if failed else "0" for failed in self._outcomes)

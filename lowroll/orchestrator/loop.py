@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
@@ -112,7 +113,9 @@ class Orchestrator:
         # these keep their rollouts if the step fails; what returns during it is drawn again
         returned_before = {group.planned for group in self.rollout_buffer.ready(self.ledger)}
         temperature = self.settings.temperature(step)
-        pending = PendingBatch(step, version, temperature, self.ledger.copy(), self.errors.copy())
+        pending = PendingBatch(
+            step, version, temperature, self.ledger.copy(), deepcopy(self.errors)
+        )
         try:
             self._sync_journal()
             self._load_weights(pending)

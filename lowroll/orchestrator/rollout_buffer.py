@@ -26,7 +26,6 @@ from lowroll.orchestrator.journal import Journal
 from lowroll.orchestrator.ledger import GroupPlan, Ledger
 from lowroll.orchestrator.prompt_source import PromptDraw, PromptSource
 from lowroll.orchestrator.settings import Settings
-from lowroll.orchestrator.staleness import is_stale_in_flight
 from lowroll.types import Group, RunFailed
 
 
@@ -212,7 +211,7 @@ class RolloutBuffer:
         stale_groups = [
             open_group
             for open_group in in_flight
-            if is_stale_in_flight(open_group.num_updates, self.settings)
+            if open_group.num_updates >= self.settings.max_off_policy_steps
         ]
         for open_group in in_flight:
             open_group.num_updates += 1

@@ -13,11 +13,6 @@ from lowroll.orchestrator.settings import Settings
 STALE = "stale"  # the reason with which a group is dropped
 
 
-def is_stale_in_flight(num_updates: int, settings: Settings) -> bool:
-    """Return whether a group that has lived through `num_updates` is too old for one more."""
-    return num_updates >= settings.max_off_policy_steps
-
-
 def is_stale(group: ScoredGroup, version: int, settings: Settings) -> bool:
     """Return whether a returned group has a token that is too old for the learner's version. Raises
     InvalidRollout for a token of a newer version."""

@@ -97,11 +97,11 @@ class Critic:
         advantages: list[list[float]] = []
         returns: list[list[float]] = []
         for i, token_values, mask in zip(indices, sample_values, masks, strict=True):
-            reward = _reward(i, samples[i])
+            where, reward = f"sample {i} ({samples[i].prompt.id})", samples[i].reward
+            if reward is None:
+                raise ValueError(f"{where}: reward: it is to be learned from and has none")
             if not all(map(math.isfinite, token_values)):
-                raise RunFailed(
-                    f"critic: a value of sample {i} ({samples[i].prompt.id}) is not finite"
-                )
+                raise RunFailed(f"critic: a value of {where} is not finite")
             A, G = gae(
                 place(reward, mask),
                 token_values,
@@ -201,14 +201,6 @@ class Critic:
 def _by_sample(indices: Sequence[int], lists: Sequence[Sequence[float]]) -> PerToken:
     """Return the token values of each sample by its index, float32."""
     return {i: torch.tensor(values) for i, values in zip(indices, lists, strict=True)}
-
-
-def _reward(i: int, sample: Sample) -> float:
-    if sample.reward is None:
-        raise ValueError(
-            f"sample {i} ({sample.prompt.id}): reward: it is to be learned from and has none"
-        )
-    return sample.reward
 
 
 def explained_variance(

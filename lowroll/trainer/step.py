@@ -23,10 +23,9 @@ T: tokens fed, N: response tokens.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -395,8 +394,9 @@ def _anchors(
     if settings.kl_coef and reference is not None:
         reference_lp = replace(dense, model=reference).run(portions).log_probs
     elif settings.kl_coef:
-        with _base_policy(forward.model) as base:
-            reference_lp = replace(dense, model=base).run(portions).log_probs
+        # the model before training: adapter off, no noise on its norms
+        with lora.disabled(forward.model), noise.muted(forward.model):
+            reference_lp = dense.run(portions).log_probs
     if settings.has_teacher and teacher is not None:
         teacher_lp = replace(dense, model=teacher).run(portions).log_probs
     return FixedPolicyLogProbs(proximal_lp, reference_lp, teacher_lp)
@@ -449,13 +449,6 @@ def refuse_divergence(where: str, loss: float, norm: float, optimizer: Optimizer
         raise TrainingDiverged(
             f"{where} {loss}, gradient norm {norm}; {MAX_REFUSALS} updates in a row were not finite"
         )
-
-
-@contextlib.contextmanager
-def _base_policy(model: Transformer) -> Iterator[Transformer]:
-    """Yield the model before training: adapter off, no noise on its norms."""
-    with lora.disabled(model), noise.muted(model):
-        yield model
 
 
 @dataclass(frozen=True)
