@@ -193,11 +193,8 @@ def _temporary_sibling(dest: Path) -> Iterator[Path]:
 
 
 def _lock_new_sibling(dest: Path) -> tuple[Path, int]:
-    """Make a folder beside `dest` and lock it; return it and the descriptor that holds the lock.
-
-    Until it is locked, another writer may take it for a leftover (`remove_leftovers`); then the
-    next name is tried.
-    """
+    """Make a folder beside `dest`, and return it and the descriptor that locks it. Another writer
+    may remove it before it is locked: then the next name is tried."""
     for _ in range(16):
         tmp = dest.parent / f"{TEMPORARY}{dest.name}-{secrets.token_hex(4)}"
         tmp.mkdir(mode=0o755)

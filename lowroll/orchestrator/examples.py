@@ -188,8 +188,7 @@ def _answer_classes(
     """Return for every response the first response of its example with the same answer, or None
     without an answer.
 
-    In each round the first response without a class begins one in every example, and all others
-    without a class are compared with it, in one call of the scorer.
+    A round begins one class in every example, in one call of the scorer.
     """
     classes: list[list[int | None]] = [[None] * len(example.responses) for example in examples]
     unclassified = [

@@ -116,12 +116,8 @@ def check_group(draw: PromptDraw, group: Group) -> None:
 
 
 def _check_turns(rollout: Rollout, where: str) -> None:
-    """Raise InvalidRollout unless the turns cover the rollout in order, and tokens between them
-    have no log-prob.
-
-    The first turn begins with the first token, the last ends with the last one, and before each
-    other turn stands at least one token of the environment.
-    """
+    """Raise InvalidRollout unless the turns cover the rollout in order, with at least one token of
+    the environment between two, and these tokens have no log-prob."""
     assert rollout.turns is not None
     previous_end = 0
     for number, turn in enumerate(rollout.turns):
@@ -201,11 +197,9 @@ def for_scorer(prompt: Prompt, token_ids: Sequence[list[int]], step: int, max_st
 
 
 def credit(samples: list[Sample], settings: Settings, request: Request) -> ScoredGroup:
-    """Shape a group's rewards, flag its rollouts, and set advantages and loss masks in place.
-
-    A loss mask is that of the drawn tokens, all 0 for a sample without a score or flagged by an
-    enforcing filter. A flagged sample's reward still counts in its group.
-    """
+    """Shape a group's rewards, flag its rollouts, and set advantages and loss masks in place. The
+    loss mask of a sample without a score, or flagged by an enforcing filter, is all 0; a flagged
+    one's reward still counts in its group."""
     flags: Counter[str] = Counter()
     for sample in samples:
         sample.reward = _shaped_reward(sample, settings)

@@ -171,8 +171,8 @@ class Orchestrator:
             pending.rounds += 1
 
     def _collect_as_they_end(self, pending: PendingBatch) -> None:
-        """Keep groups open and take those that end, until there are enough, or until `max_rounds`
-        batches of groups have returned and filters have dropped too many of them."""
+        """Keep groups open and take those that end, until there are enough, or with filters until
+        `max_rounds` batches of groups have returned."""
         settings, buffer, ledger = self.settings, self.rollout_buffer, pending.ledger
         num_groups, num_returned = settings.num_groups, 0
         while True:

@@ -190,8 +190,8 @@ class PromptSource:
         return False
 
     def _is_duplicate(self, name: str, position: int, prompt: Prompt) -> bool:
-        """Return whether an earlier prompt of the data set has the same content. All prompts up to
-        this one are read for it, also in a resumed run, which has not drawn them."""
+        """Return whether an earlier prompt of the data set has the same content. A resumed run has
+        not drawn those before it: they are read again."""
         firsts, keys = self._firsts[name], self.settings.hash_keys
         end = min(position + 1, self._sizes[name] or 0)
         for unread_position in range(firsts.num_read, end):

@@ -147,12 +147,8 @@ def version_stats(rollouts: Sequence[Rollout], learner: int | None) -> dict[str,
 
 
 def staleness_stats(rollouts: Sequence[Rollout], learner: int) -> dict[str, float]:
-    """Return the lag of a batch's tokens behind the learner in versions.
-
-    `rollout/staleness_<n>`: the share of tokens drawn n versions before. `mixed_fraction`: rollouts
-    with tokens of several versions. `kept_prefix_mean`: their tokens before the last change. Only
-    tokens that the policy drew count, none of an environment.
-    """
+    """Return the lag of a batch's drawn tokens behind the learner in versions (names as in
+    `lowroll.metrics.names`)."""
     tokens_by_lag: Counter[int] = Counter()
     prefix_lengths: list[int] = []  # of rollouts with several versions
     for rollout in rollouts:

@@ -177,9 +177,8 @@ class Critic:
         portions: Sequence[Sequence[int]],
         loss: Callable[[PackedBatch, Tensor], Tensor] | None = None,
     ) -> PerToken:
-        """Run the samples, each portion packed by itself, and return the values of all. Each rank
-        runs its share. With `loss(packed, values_N)`, a micro-batch's share of the loss, accumulate
-        its gradient."""
+        """Run the samples as `PackedForward.run`, and return their values. With `loss(packed,
+        values_N)`, a micro-batch's share of the loss, accumulate its gradient."""
         costs = [cost(sample, self.body.spec, outputs=1) for sample in samples]
         portion_lists = ([portion] for portion in portions)
         capacity = self.settings.tokens_per_microbatch

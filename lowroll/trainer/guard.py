@@ -179,8 +179,8 @@ class Guard:
             setattr(self, name, state[name])
 
     def _alarms(self, metrics: Mapping[str, float]) -> dict[str, str]:
-        """Return what is wrong with a step's metrics, by the name of the alarm, and advance the
-        average of a finite KL. A comparison with a missing metric, NaN, raises no alarm."""
+        """Return a step's alarms with their texts, and advance the average of a finite KL. A missing
+        metric, NaN, raises no alarm."""
         settings = self.settings
         alarms: dict[str, str] = {}
         nonfinite = [name for name in WATCHED if not math.isfinite(metrics.get(name, 0.0))]
@@ -260,12 +260,9 @@ class Guard:
 def rescale(
     options: Mapping[str, Any], power: float, names: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Return a copy of the objective's options in which every bound (or only those of `names`) is
-    nearer to its neutral value for power < 1, and farther for power > 1.
-
-    A clip range eps becomes eps * power, and so does an upper bound of a k2 or k3 rejection. A
-    bound on a ratio (a cap, a mask, a veto, k1's bounds) becomes bound ** power. None stays.
-    """
+    """Return a copy of the objective's options with every bound (or only those of `names`) nearer
+    to its neutral value (power < 1): a clip range eps, or a bound of a k2 or k3 rejection, becomes
+    eps * power; a bound on a ratio (a cap, a mask, a veto, k1's) bound ** power. None stays."""
     changed = dict(options)
     for name in names or options:
         value = options[name]

@@ -34,8 +34,8 @@ RMS = 0.2  # of an update, relative to the learning rate
 
 def hidden_matrices(model: Transformer) -> dict[str, tuple[int, ...]]:
     """Return the names of the weights that Muon trains (linear layers and adapters), each with the
-    heights of the matrices that are stacked in it. AdamW trains embedding and lm_head, which are
-    tables of vectors, and norms and biases."""
+    heights of the matrices that are stacked in it. AdamW trains the rest: tables of vectors, norms
+    and biases."""
     heights_by_name: dict[str, tuple[int, ...]] = {}
     for name, linear in model.linears():
         heights_by_name[f"{name}.weight"] = tuple(linear.parts.values())

@@ -135,10 +135,9 @@ class PackedForward:
         portions: Iterable[Sequence[int]],
         objective: Callable[[PackedBatch, Tensor], Tensor] | None = None,
     ) -> PassOutput:
-        """Run the samples, each portion packed by itself, and return the results of all. Each rank
-        runs its share of the micro-batches. With `objective(packed, learner_N)`, a micro-batch's
-        share of J, accumulate the gradient of -J, which stays the rank's own; without, the
-        log-probs are bitwise the same."""
+        """Run the samples, each portion packed by itself, and return the results of all ranks. With
+        `objective(packed, learner_N)`, a micro-batch's share of J, accumulate the gradient of -J,
+        which stays the rank's own; the log-probs are bitwise the same."""
         costs = [
             cost(sample, self.model.spec, self.model.spec.vocab_size) for sample in self.samples
         ]
@@ -242,10 +241,10 @@ def learn(
     `lowroll.metrics.names`).
 
     `reference` is the frozen model of the KL term; None with LoRA means the adapter off. A `critic`
-    is updated too, and turns rewards into token advantages (without, samples bring their own);
-    while it warms up, the policy is only measured. `teacher` is the frozen model of AIPO's
-    teacher_tau. `on_update(done, total)` is called after each update. ValueError, before anything
-    changes, for an unusable batch; TrainingDiverged as `refuse_divergence`.
+    is updated too, and gives token advantages; while it warms up, the policy is only measured.
+    `teacher` is that of AIPO's teacher_tau. `on_update(done, total)` is called after each update.
+    ValueError, before anything changes, for an unusable batch; TrainingDiverged as
+    `refuse_divergence`.
     """
     samples = batch.samples
     _check_inputs(model, batch, settings, reference, teacher)
