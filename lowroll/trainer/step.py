@@ -294,12 +294,7 @@ def learn(
         records.append(record)
         if on_update is not None:
             on_update(len(records), len(plan))
-        step = f"step {batch.step}:"
-        loss, norm = record["policy/objective"], record["optim/grad_norm"]
-        refuse_divergence(f"{step} objective", loss, norm, optimizer)
-        if critic is not None:
-            loss, norm = record["critic/loss"], record["critic/grad_norm"]
-            refuse_divergence(f"{step} the critic's loss", loss, norm, critic.optimizer)
+        _refuse_step(batch.step, record, optimizer, critic)
     metrics = _merge_records(records) | {"optim/lr": learning_rate}
     if value_estimates is not None:
         metrics |= value_estimates.metrics
@@ -440,6 +435,17 @@ def _rejection_metrics(
         kept=None if verdict is None else verdict.kept_N,
         veto=options.get("veto"),
     )
+
+
+def _refuse_step(
+    step: int, record: Mapping[str, float], optimizer: Optimizer, critic: Critic | None
+) -> None:
+    """Raise TrainingDiverged for the policy or the critic, as `refuse_divergence`."""
+    loss, norm = record["policy/objective"], record["optim/grad_norm"]
+    refuse_divergence(f"step {step}: objective", loss, norm, optimizer)
+    if critic is not None:
+        loss, norm = record["critic/loss"], record["critic/grad_norm"]
+        refuse_divergence(f"step {step}: the critic's loss", loss, norm, critic.optimizer)
 
 
 def refuse_divergence(where: str, loss: float, norm: float, optimizer: Optimizer) -> None:
