@@ -219,6 +219,8 @@ class RankGroup(Ranks):
                 gradient.copy_(piece.view_as(gradient))
 
     def tell(self, data: bytes | None = None, wait_s: float | None = None) -> bytes:
+        """Send data from the leading rank, and return it on every rank. The store has its length
+        under a key for each call, which the others wait for; the bytes come by broadcast."""
         # the others wait for the length in the store; the bytes come by broadcast
         self._told += 1
         key = f"told/{self._told}"
