@@ -25,9 +25,10 @@ from bench.harness import synchronize
 from lowroll import Engine, Request
 from lowroll.engine.runner import PrefillTokens
 from lowroll.engine.sampler import TopLogprobs
-from lowroll.engine.sequence import Check, Compaction, PrefillChunk
+from lowroll.engine.sequence import Check, PrefillChunk
 from lowroll.engine.sequence import Sequence as Sample
 from lowroll.kv.batch import PromptChunk
+from lowroll.kv.policy.base import Compaction
 
 PIECE = 8192  # tokens whose noise exists at once
 MOST_TURNS = 1000  # in which all samples must have been admitted
