@@ -183,8 +183,7 @@ def _split_url(url: str) -> tuple[str | None, str]:
             raise ValueError("url: a token belongs into its environment variable, not the address")
         return None, url.removesuffix("/v1")  # as OpenAI's clients write it
     raise ValueError(
-        f"url: expected http://host:port, https://host:port or unix:/path, got "
-        f"{printable(repr(url), 200)}"
+        f"url: expected http://host:port, https://host:port or unix:/path, got {excerpt(url)}"
     )
 
 
@@ -247,6 +246,11 @@ def _error_text(text: bytes) -> str:
     except (ValueError, RecursionError, AttributeError):
         message = text.decode(errors="replace")
     return printable(" ".join(str(message).split()), 500)
+
+
+def excerpt(value: object, most: int = 200) -> str:
+    """Return the start and end of a value that a server stated, for an error."""
+    return printable(repr(value), most)
 
 
 async def happens_within(event: asyncio.Event, seconds: float) -> bool:

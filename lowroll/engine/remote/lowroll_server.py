@@ -3,21 +3,21 @@ for each sample which policy drew it."""
 
 from __future__ import annotations
 
-import base64
-import binascii
 import re
 from collections.abc import Sequence, Set
 from dataclasses import fields
 from typing import Any
 
+import msgspec
+
 from lowroll.engine.base import Capabilities, EngineStats, InFlight
-from lowroll.engine.remote.http_client import HttpCall, HttpClient, ServerError
+from lowroll.engine.remote.http_client import HttpCall, HttpClient, ServerError, excerpt
 from lowroll.engine.remote.protocol import ArrivingSample, body_of
 from lowroll.engine.remote.server_base import CONTROL_S, EngineServer, HeldPolicy, ServerProgress
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.table import make
-from lowroll.types import BehaviorTag, Evictions, PolicySpan, Request, printable
+from lowroll.types import BehaviorTag, Evictions, PolicySpan, Request
 from lowroll.weights.sync.base import Broadcast
 
 ANY_ID = 2**31  # where a server does not state it: it refuses what lies outside
@@ -47,8 +47,9 @@ class LowrollServer(EngineServer):
             if self.model in facts_by_model:
                 self._read(facts_by_model[self.model])
         except (KeyError, TypeError, AttributeError, ValueError, StopIteration):
-            excerpt = printable(repr(answer), 200)
-            raise ServerError(f"{WHAT}: {http.url} is no server of lowroll's: {excerpt}") from None
+            raise ServerError(
+                f"{WHAT}: {http.url} is no server of lowroll's: {excerpt(answer)}"
+            ) from None
         if self.model not in facts_by_model:
             served_names = ", ".join(facts_by_model)
             raise ValueError(f"model: {http.url} serves {served_names}, and not {self.model}")
@@ -100,8 +101,9 @@ class LowrollServer(EngineServer):
         try:
             tag = _parse_tag(one.stated["behavior"])
         except (KeyError, TypeError, AttributeError, ValueError):
-            excerpt = printable(repr(one.stated), 200)
-            raise ServerError(f"request {request.id}: no behavior of a sample: {excerpt}") from None
+            raise ServerError(
+                f"request {request.id}: no behavior of a sample: {excerpt(one.stated)}"
+            ) from None
         if (tag.sample, tag.seed, tag.request_id) != (index, request.seed, request.id):
             raise ServerError(f"request {request.id}: sample {index} has the tag of another")
         return tag
@@ -111,14 +113,9 @@ class LowrollServer(EngineServer):
         if eviction_fields is None:
             return None
         try:
-            return Evictions(
-                int(eviction_fields["layers"]),
-                int(eviction_fields["heads"]),
-                tuple(int(i) for i in eviction_fields["after"]),
-                base64.b64decode(eviction_fields["numbers"], validate=True),
-            )
-        except (KeyError, TypeError, ValueError, binascii.Error):
-            raise ServerError(f"evictions: {printable(repr(eviction_fields), 200)}") from None
+            return msgspec.convert(eviction_fields, Evictions)
+        except msgspec.ValidationError:
+            raise ServerError(f"evictions: {excerpt(eviction_fields)}") from None
 
     def stats(self, metrics: str) -> EngineStats:
         values = _parse_metrics(metrics)
@@ -154,15 +151,15 @@ class LowrollServer(EngineServer):
             body["in_flight"] = self.update_mode
         answer = await self.http.answer(self._order("/weights", label, body, deadline_s))
         try:
-            spans = [PolicySpan(int(s["version"]), str(s["digest"])) for s in answer["policy"]]
+            spans = msgspec.convert(answer["policy"], list[PolicySpan])
             held_policy = HeldPolicy.newest_of(spans)
         except (KeyError, TypeError, ValueError):
-            excerpt = printable(repr(answer), 200)
-            raise ServerError(f"{label}: no policy is acknowledged: {excerpt}") from None
+            raise ServerError(f"{label}: no policy is acknowledged: {excerpt(answer)}") from None
         manifest_digest = answer.get("manifest_digest")
         if manifest_digest != broadcast.digest and manifest_digest != broadcast.lies():
-            excerpt = printable(repr(manifest_digest), 80)
-            raise ServerError(f"{label}: it read {excerpt}, and {broadcast.digest} was published")
+            raise ServerError(
+                f"{label}: it read {excerpt(manifest_digest, 80)}, and {broadcast.digest} was published"
+            )
         return held_policy
 
     async def resume(self) -> None:
@@ -203,18 +200,14 @@ def _int_or_none(stated: Any) -> int | None:
 
 
 def _parse_tag(stated: dict[str, Any]) -> BehaviorTag:
-    """Parse a tag. KeyError, TypeError, AttributeError or ValueError for anything else."""
+    """Parse a tag. TypeError or ValueError for anything else."""
     field_names = {field.name for field in fields(BehaviorTag)}
     if set(stated) - field_names:
         raise TypeError(f"unknown fields: {set(stated) - field_names}")
-    spans = tuple(
-        PolicySpan(int(span["version"]), str(span["digest"]), int(span["start"]))
-        for span in stated["policy"]
-    )
-    if not spans or type(stated["weights"]) is not str:
-        raise TypeError("no policy")
-    sampler = {str(name): float(value) for name, value in stated["sampler"].items()}
-    return BehaviorTag(**(stated | {"policy": spans, "sampler": sampler}))
+    tag = msgspec.convert(stated, BehaviorTag)
+    if not tag.policy:
+        raise ValueError("no policy")
+    return tag
 
 
 def _parse_metrics(text: str) -> dict[str, float]:

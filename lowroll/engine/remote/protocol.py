@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from lowroll.engine.base import PartialSample, Ranked
-from lowroll.engine.remote.http_client import HttpCall, ServerError, parse_json
+from lowroll.engine.remote.http_client import HttpCall, ServerError, excerpt, parse_json
 from lowroll.engine.request import sampler_settings
-from lowroll.types import BehaviorTag, Evictions, FinishReason, Group, Request, Rollout, printable
+from lowroll.types import BehaviorTag, Evictions, FinishReason, Group, Request, Rollout
 
 PATH = "/v1/completions"
 REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
@@ -124,10 +124,10 @@ class ResponseAssembler:
 
     def take(self, answer: Any) -> None:
         if not isinstance(answer, dict) or not isinstance(answer.get("choices"), list):
-            raise self._invalid(f"no list of choices: {_excerpt(answer)}")
+            raise self._invalid(f"no list of choices: {excerpt(answer)}")
         model = answer.get("model")
         if model != self.model:
-            raise self._invalid(f"model {self.model} was asked for, and {_excerpt(model)} answered")
+            raise self._invalid(f"model {self.model} was asked for, and {excerpt(model)} answered")
         for choice in answer["choices"]:
             self._take_choice(choice)
 
@@ -140,7 +140,7 @@ class ResponseAssembler:
         if not isinstance(event, dict):
             return
         if "error" in event:
-            raise ServerError(f"{self.what}: {_excerpt(event['error'])}", 500)
+            raise ServerError(f"{self.what}: {excerpt(event['error'])}", 500)
         if event.get("choices"):
             self.take(event)
         for origin in event.get("lowroll") or []:
@@ -198,7 +198,7 @@ class ResponseAssembler:
         self._take_tokens(index, sample, choice)
         reason = choice.get("finish_reason")
         if reason is not None and reason not in REASONS:
-            raise self._invalid(f"choice {index} ended with {_excerpt(reason)}")
+            raise self._invalid(f"choice {index} ended with {excerpt(reason)}")
         sample.finish_reason = reason
         sample.stop_reason = self._stop_reason(index, choice.get("stop_reason"))
         sample.stated = choice.get("lowroll", sample.stated)
@@ -206,7 +206,7 @@ class ResponseAssembler:
     def _index_of(self, item: Any, label: str) -> int:
         index = item.get("index") if isinstance(item, dict) else None
         if type(index) is not int or not 0 <= index < self.request.n:
-            raise self._invalid(f"{label} {_excerpt(index)}; n is {self.request.n}")
+            raise self._invalid(f"{label} {excerpt(index)}; n is {self.request.n}")
         return index
 
     def _take_tokens(self, index: int, sample: ArrivingSample, choice: dict[str, Any]) -> None:
@@ -242,15 +242,13 @@ class ResponseAssembler:
             return
         for logprob in logprobs:
             if type(logprob) not in (int, float) or not -math.inf < logprob <= ABOVE_ZERO:
-                raise self._invalid(f"choice {index}: {_excerpt(logprob)} is no log-prob")
+                raise self._invalid(f"choice {index}: {excerpt(logprob)} is no log-prob")
 
     def _unpacked(self, index: int, packed: Any) -> tuple[list[int], list[float]]:
         try:
             return unpack(packed)
         except (KeyError, TypeError, ValueError):
-            raise self._invalid(
-                f"choice {index}: {_excerpt(packed)} are no packed tokens"
-            ) from None
+            raise self._invalid(f"choice {index}: {excerpt(packed)} are no packed tokens") from None
 
     def _top(self, index: int, rows: Any, count: int) -> list[list[tuple[int, float]]]:
         """Return the (id, log-prob) pairs of the likeliest tokens at each of `count` positions,
@@ -279,7 +277,7 @@ class ResponseAssembler:
     def _stop_reason(self, index: int, reason: Any) -> int | str | None:
         if reason is None or type(reason) in (int, str):
             return reason
-        raise self._invalid(f"choice {index}: stop_reason {_excerpt(reason)}")
+        raise self._invalid(f"choice {index}: stop_reason {excerpt(reason)}")
 
     def _check_end(self, index: int, sample: ArrivingSample) -> None:
         """Raise ServerError for a sample that has not ended, or whose end its tokens contradict."""
@@ -312,7 +310,7 @@ def prompt_logprobs(answer: Any, ids: list[int], what: str) -> list[dict[int, To
         positions = answer["choices"][0]["prompt_logprobs"]
         scores_by_position = [_parse_scores(entries) for entries in positions[1:]]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-        raise ServerError(f"{what}: no prompt_logprobs: {_excerpt(answer)}") from None
+        raise ServerError(f"{what}: no prompt_logprobs: {excerpt(answer)}") from None
     if len(positions) != len(ids):
         raise ServerError(f"{what}: {len(positions)} prompt_logprobs for {len(ids)} tokens")
     for i, (scores, token) in enumerate(zip(scores_by_position, ids[1:], strict=True), 1):
@@ -426,7 +424,3 @@ def _parse_scores(entries: dict[str, Any]) -> dict[int, TokenScore]:
 
 def _describe_count(value: Any) -> str:
     return str(len(value)) if isinstance(value, list) else "no list of"
-
-
-def _excerpt(value: Any) -> str:
-    return printable(repr(value), 200)

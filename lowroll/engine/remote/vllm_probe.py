@@ -8,9 +8,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from lowroll.engine.remote.http_client import HttpCall, HttpClient, ServerError
+from lowroll.engine.remote.http_client import HttpCall, HttpClient, ServerError, excerpt
 from lowroll.engine.remote.protocol import PATH
-from lowroll.types import printable
 
 OLDEST = (0, 20)
 FIELDS = (  # fields of a /v1/completions body that rollouts need
@@ -92,7 +91,7 @@ def _parse_version(answer: Any) -> tuple[int, ...]:
     text = fields.get("version")
     match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text) if isinstance(text, str) else None
     if match is None:
-        raise ValueError(f"version: {printable(repr(answer), 200)} is no version of vLLM")
+        raise ValueError(f"version: {excerpt(answer)} is no version of vLLM")
     version = tuple(int(part) for part in match.groups() if part is not None)
     if version < OLDEST:
         raise ValueError(f"version: vLLM {text} is older than {'.'.join(map(str, OLDEST))}")
@@ -114,9 +113,9 @@ def _base_model(answer: Any) -> tuple[str, str, int]:
         )
         model, root, length = base_card["id"], base_card["root"], base_card["max_model_len"]
     except (KeyError, TypeError, AttributeError, StopIteration):
-        raise ServerError(f"the list of models: {printable(repr(answer), 200)}") from None
+        raise ServerError(f"the list of models: {excerpt(answer)}") from None
     if type(model) is not str or type(root) is not str or type(length) is not int or length < 2:
-        raise ServerError(f"the list of models: {printable(repr(base_card), 200)}")
+        raise ServerError(f"the list of models: {excerpt(base_card)}")
     return model, root, length
 
 
@@ -152,7 +151,7 @@ async def _two_likeliest(
         ascending = sorted(float(logprob) for logprob in logprobs_by_token.values())
         second_largest, largest = ascending[-2:]
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
-        raise ServerError(f"{label}: {printable(repr(answer), 200)}") from None
+        raise ServerError(f"{label}: {excerpt(answer)}") from None
     return second_largest, largest
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowroll.engine.base import Capabilities, EngineStats
-from lowroll.engine.remote.http_client import HttpCall, HttpClient, ServerError
+from lowroll.engine.remote.http_client import HttpCall, HttpClient, ServerError, excerpt
 from lowroll.engine.remote.protocol import body_of
 from lowroll.engine.remote.server_base import CONTROL_S, EngineServer, HeldPolicy, ServerProgress
 from lowroll.engine.remote.vllm_probe import ADAPTERS, HOTTEST, RELOAD, ProbedVllm, probe
@@ -247,7 +247,7 @@ class VllmServer(EngineServer):
         try:
             names = {str(model_card["id"]) for model_card in answer["data"]}
         except (KeyError, TypeError):
-            raise ServerError(f"{label}: {printable(repr(answer), 200)}") from None
+            raise ServerError(f"{label}: {excerpt(answer)}") from None
         return {name for name in names if name.startswith(ADAPTER_PREFIX)}
 
     async def _take_model(self, broadcast: Broadcast, deadline_s: float) -> None:
