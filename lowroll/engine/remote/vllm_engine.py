@@ -27,7 +27,7 @@ from lowroll.engine.remote.http_client import EngineLost, HttpClient, ServerErro
 from lowroll.engine.remote.pool import EnginePool
 from lowroll.engine.remote.replica import PoolOptions
 from lowroll.engine.remote.verify import Learner, NotArrived, Verifier
-from lowroll.engine.remote.vllm_probe import ADAPTERS, RELOAD, TRANSFER, ProbedVllm, probe
+from lowroll.engine.remote.vllm_probe import TRANSFER, ProbedVllm, probe
 from lowroll.engine.remote.vllm_process import VllmProcess
 from lowroll.engine.remote.vllm_server import ServedModel, VllmServer, model_folder
 from lowroll.types import BehaviorTag, PolicySpan
@@ -184,16 +184,7 @@ class VllmEngine(EnginePool):
             raise
 
     @classmethod
-    def attach(
-        cls,
-        url: str,
-        folder: str | Path | None = None,
-        *,
-        token: str | None = None,
-        lora_rank: int | None = None,
-        way: Way | None = "folder",
-        **options: Any,
-    ) -> VllmEngine:
+    def attach(cls, url: str, folder: str | Path | None = None, **options: Any) -> VllmEngine:
         """Attach to a running vLLM, at a URL or a Unix socket (`unix:/path`), which goes on when
         this engine is closed.
 
@@ -201,7 +192,7 @@ class VllmEngine(EnginePool):
         exchange, where weights are written, has the same path on its machine. ValueError names what
         it lacks, such as the options of docs/vllm.md.
         """
-        return cls(url, folder, token=token, lora_rank=lora_rank, way=way, **options)
+        return cls(url, folder, **options)
 
     def close(self) -> None:
         """Abort the requests in flight. Unload adapters from a server that was attached to; end one
@@ -374,20 +365,11 @@ def _update_kind(
 ) -> Kind | None:
     """Return the kind of update that vLLM takes, None for none. ValueError says what it lacks."""
     if lora_rank is not None:
-        found.needs("updates of an adapter", *ADAPTERS)
-        if not found.lora:
-            raise ValueError(f"lora_rank: {found.shown} was started without --enable-lora")
+        found.check_adapters()
         return "adapter"
     if way is None:
         return None
-    transfer_routes = TRANSFER if way == "nccl" else ()
-    found.needs("updates of all weights", *RELOAD, *transfer_routes)
     if way == "nccl" and found.cpu:
         raise ValueError(f"way: nccl moves weights between GPUs, and {found.shown} is on a CPU")
-    if model.tied and found.cpu is not False:  # None: it may be on a CPU
-        raise ValueError(
-            f"updates of all weights: on a CPU {found.shown} keeps the old head of a model with "
-            f"tied embeddings, without a word; roll out an adapter (lora_rank), or use lowroll's "
-            f"own engine"
-        )
+    found.check_models(model.tied, *(TRANSFER if way == "nccl" else ()))
     return "full"

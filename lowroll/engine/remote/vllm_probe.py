@@ -60,6 +60,23 @@ class ProbedVllm:
                 f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 with --enable-lora (adapters)"
             )
 
+    def check_adapters(self) -> None:
+        """Raise ValueError when it takes no adapters."""
+        self.needs("updates of an adapter", *ADAPTERS)
+        if not self.lora:
+            raise ValueError(f"lora_rank: {self.shown} was started without --enable-lora")
+
+    def check_models(self, tied: bool, *paths: str) -> None:
+        """Raise ValueError when it takes no whole models, or does not serve `paths`. tied: the head
+        of its model is the embedding."""
+        self.needs("updates of all weights", *RELOAD, *paths)
+        if tied and self.cpu is not False:  # None: it may be on a CPU
+            raise ValueError(
+                f"updates of all weights: on a CPU {self.shown} keeps the old head of a model with "
+                f"tied embeddings, without a word; roll out an adapter (lora_rank), or use "
+                f"lowroll's own engine"
+            )
+
 
 async def probe(http: HttpClient) -> ProbedVllm:
     """Probe a vLLM. ValueError names what it lacks for rollouts; ServerError when it does not

@@ -3,26 +3,25 @@ refuses by name (docs/vllm.md)."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lowroll.engine.base import Capabilities, EngineStats
 from lowroll.engine.remote.http_client import HttpCall, HttpClient, ServerError, excerpt
 from lowroll.engine.remote.protocol import body_of
 from lowroll.engine.remote.server_base import CONTROL_S, EngineServer, HeldPolicy, ServerProgress
-from lowroll.engine.remote.vllm_probe import ADAPTERS, HOTTEST, RELOAD, ProbedVllm, probe
+from lowroll.engine.remote.vllm_probe import ADAPTERS, HOTTEST, ProbedVllm, probe
 from lowroll.engine.request import noise_key
+from lowroll.model.config_values import token_ids
+from lowroll.model.files import MOST_TOKENIZER, read_json
 from lowroll.model.folder import resolve
+from lowroll.model.spec import generation_eos_ids, read_config
 from lowroll.types import BehaviorTag, PolicySpan, Request, printable
-from lowroll.weights.sync.base import Broadcast
-
-if TYPE_CHECKING:
-    from lowroll.weights.sync.base import Kind
+from lowroll.weights.sync.base import Broadcast, Kind
 
 HEEDED = frozenset(
     {
@@ -44,7 +43,6 @@ HEEDED = frozenset(
 )
 COLDEST = 0.01  # of temperatures that are not 0
 ADAPTER_PREFIX = "pol-v"
-MOST_CONFIG = 64 << 20  # bytes of a model's small files
 DENSE = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
 BITS = {"bf16": 16.0, "fp16": 16.0, "fp32": 32.0}
 SEEDS = 2**62  # vLLM adds the number of the sample to the seed
@@ -103,7 +101,7 @@ class VllmServer(EngineServer):
         probed = await probe(http)
         if model not in (None, probed.model):
             raise ValueError(f"model: {http.url} serves {probed.model}, and not {model}")
-        served = read_served(model_folder(http.url, folder or probed.root), http.url)
+        served = read_served(model_folder(http.url, folder or probed.root))
         return cls(http, probed, served, None, probed.lora)
 
     def check_fields(self, request: Request) -> None:
@@ -179,15 +177,24 @@ class VllmServer(EngineServer):
         return ServerProgress(stats.running + stats.waiting, stats.tokens)
 
     async def take(self, broadcast: Broadcast, deadline_s: float, in_use: Set[str]) -> HeldPolicy:
+        name = broadcast.path.name
         if broadcast.noise is not None and broadcast.noise["sigma"]:
-            raise ServerError(f"{broadcast.path.name}: noise: vLLM puts none on its norms")
+            raise ServerError(f"{name}: noise: vLLM puts none on its norms")
+        if broadcast.kind == "codes":
+            raise ServerError(f"{name}: vLLM takes no broadcast of codes")
         self.in_flight = broadcast.kind == "adapter"
+        try:
+            if self.in_flight:
+                self.found.check_adapters()
+            else:
+                self.found.check_models(self.served.tied)
+        except ValueError as error:
+            raise ServerError(f"{self.http.url}: {error}") from None
         if self.in_flight:
             await self._take_adapter(broadcast, deadline_s, in_use)
-        elif broadcast.kind == "full":
-            await self._take_model(broadcast, deadline_s)
         else:
-            raise ServerError(f"{broadcast.path.name}: vLLM takes no broadcast of {broadcast.kind}")
+            await self.reload(broadcast.path.resolve(), f"reading {name}", deadline_s)
+            self.model = self.found.model
         span = PolicySpan(broadcast.version, broadcast.digest)
         self.behavior = BehaviorTag((span,), weights=self.behavior.weights)
         return HeldPolicy.newest_of([span])
@@ -229,9 +236,6 @@ class VllmServer(EngineServer):
         self, broadcast: Broadcast, deadline_s: float, in_use: Set[str]
     ) -> None:
         """Load the adapter of a broadcast, and unload older ones that no request in flight uses."""
-        self._needs("updates of an adapter", *ADAPTERS)
-        if not self.found.lora:
-            raise ServerError(f"{self.http.url}: {self.found.shown} runs without --enable-lora")
         name = f"{ADAPTER_PREFIX}{broadcast.version}-{broadcast.digest[:12]}"
         loaded_names = await self._loaded_adapters()
         if name not in loaded_names:
@@ -249,22 +253,6 @@ class VllmServer(EngineServer):
         except (KeyError, TypeError):
             raise ServerError(f"{label}: {excerpt(answer)}") from None
         return {name for name in names if name.startswith(ADAPTER_PREFIX)}
-
-    async def _take_model(self, broadcast: Broadcast, deadline_s: float) -> None:
-        self._needs("updates of all weights", *RELOAD)
-        if self.served.tied and self.found.cpu is not False:
-            raise ServerError(
-                f"{self.http.url}: on a CPU {self.found.shown} keeps the old head of a model with "
-                f"tied embeddings; roll out an adapter"
-            )
-        await self.reload(broadcast.path.resolve(), f"reading {broadcast.path.name}", deadline_s)
-        self.model = self.found.model
-
-    def _needs(self, what: str, *paths: str) -> None:
-        try:
-            self.found.needs(what, *paths)
-        except ValueError as error:
-            raise ServerError(f"{self.http.url}: {error}") from None
 
 
 def _int_or_zero(text: str | None) -> int:
@@ -286,17 +274,17 @@ def model_folder(url: str, named: str | Path) -> Path:
     return folder
 
 
-def read_served(place: Path, url: str) -> ServedModel:
-    """Read the facts about a served model from its folder, without torch. ValueError names what is
-    wrong."""
-    config = _read_json(place / "config.json", url)
+def read_served(folder: Path) -> ServedModel:
+    """Read the facts about a served model from its folder, without torch and for models that lowroll
+    does not compute. ValueError names what is wrong."""
+    config = read_config(folder)
     vocab_size = config.get("vocab_size")
     if type(vocab_size) is not int:
-        raise ValueError(f"{printable(place / 'config.json')}: vocab_size: expected a number")
+        raise ValueError(f"{printable(folder / 'config.json')}: vocab_size: expected a number")
     weights = _weight_format(config)
     return ServedModel(
         vocab_size=vocab_size,
-        eos_ids=_eos_ids(config, place),
+        eos_ids=_eos_ids(config, folder),
         tied=bool(config.get("tie_word_embeddings", False)),
         dtype=_dtype_name(config),
         weights=weights,
@@ -319,40 +307,16 @@ def _weight_format(config: dict[str, Any]) -> str:
     return DENSE.get(name, printable(name, 80))
 
 
-def _eos_ids(config: dict[str, Any], place: Path) -> frozenset[int]:
-    """Return the end-of-sequence ids of all files that vLLM reads."""
-    configs = [config]
-    with suppress(ValueError):  # vLLM itself reports a broken file
-        configs.append(_read_json(place / "generation_config.json", ""))
-    ids = _tokenizer_eos_ids(place)
-    for one_config in configs:
-        stated = one_config.get("eos_token_id")
-        candidates = stated if isinstance(stated, list) else [stated]
-        ids |= {token for token in candidates if type(token) is int}
-    return frozenset(ids)
-
-
-def _tokenizer_eos_ids(place: Path) -> set[int]:
-    """Return the ids of the end token's text; none without a tokenizer or an end token."""
-    try:
-        eos_token = _read_json(place / "tokenizer_config.json", "")["eos_token"]
+def _eos_ids(config: dict[str, Any], folder: Path) -> frozenset[int]:
+    """Return the end-of-sequence ids of all files that vLLM reads; it reports a broken one."""
+    ids: set[int] = set()
+    with suppress(ValueError):
+        ids |= {*token_ids(config, "eos_token_id")}
+    with suppress(ValueError):
+        ids |= {*generation_eos_ids(folder)}
+    with suppress(ValueError, KeyError, TypeError):
+        eos_token = read_json(folder / "tokenizer_config.json")["eos_token"]
         eos_text = eos_token["content"] if isinstance(eos_token, dict) else eos_token
-        added_tokens = _read_json(place / "tokenizer.json", "")["added_tokens"]
-        eos_ids = [token["id"] for token in added_tokens if token["content"] == eos_text]
-    except (ValueError, KeyError, TypeError):
-        return set()
-    return {token for token in eos_ids if type(token) is int}
-
-
-def _read_json(path: Path, url: str) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            parsed = json.loads(file.read(MOST_CONFIG))
-    except (OSError, ValueError, RecursionError):
-        parsed = None
-    if not isinstance(parsed, dict):
-        raise ValueError(
-            f"folder: {printable(path)} of the model that vLLM at {url} serves is not readable "
-            f"here; name the model's folder on this machine"
-        )
-    return parsed
+        added_tokens = read_json(folder / "tokenizer.json", MOST_TOKENIZER)["added_tokens"]
+        ids |= {int(token["id"]) for token in added_tokens if token["content"] == eos_text}
+    return frozenset(ids)
