@@ -1,18 +1,16 @@
-"""Published weights as their readers see them: a folder a version, and a marker that it is
-complete.
+"""Published weights as their readers see them: a folder a version.
 
     broadcasts/step_000007/    as `checkpoint.publish` leaves it, with its MANIFEST.json
                step_000007/STABLE    JSON: version, attempt, kind, manifest_digest, noise
 
-The marker is written last; a folder without it is ignored. It holds the SHA-256 of the manifest,
-which covers every byte, so it never matches the files of another attempt.
+The marker is written last; a folder without it is ignored. The SHA-256 of the manifest covers every
+byte, so it never matches the files of another attempt.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -50,9 +48,8 @@ class Gap(ValueError):
 
 @dataclass(frozen=True)
 class Broadcast:
-    """The complete weights of a version. noise: {"seed", "sigma"} for the engine's norms, or None.
-    since: the base version of `codes`. way: how the tensors travel; the folder holds them for
-    "filesystem"."""
+    """The weights of a version. noise: {"seed", "sigma"} for the engine's norms, or None. since: the
+    base version of `codes`. way: how the tensors travel; "filesystem": in the folder."""
 
     version: int
     path: Path
@@ -65,9 +62,8 @@ class Broadcast:
 
     def lies(self) -> str:
         """Return the present digest of its folder, "" where it is gone."""
-        with suppress(ValueError, OSError):
-            return read_broadcast(self.path).digest
-        return ""
+        found = broadcast_in(self.path)
+        return "" if found is None else found.digest
 
 
 class Broadcasts:
@@ -87,16 +83,13 @@ class Broadcasts:
 
     def at(self, version: int) -> Broadcast | None:
         """Return the broadcast of a version, or None. `step_000007` goes before `step_7`."""
-        for name in (folder_name(version), f"step_{version}"):
-            with suppress(ValueError, OSError):
-                return read_broadcast(self.folder / name)
-        return None
+        names = (folder_name(version), f"step_{version}")
+        return next(filter(None, (broadcast_in(self.folder / name) for name in names)), None)
 
     def wait(
         self, version: int, deadline_s: float, alive: Callable[[], None] | None = None
     ) -> Broadcast:
-        """Wait for the broadcast of a version. alive: as in `wait_until`. DeadlineExceeded says what
-        is there instead."""
+        """Wait for the broadcast of a version. alive: as in `wait_until`. DeadlineExceeded."""
         found: Broadcast | None = None
 
         def is_there() -> bool:
@@ -104,14 +97,16 @@ class Broadcasts:
             found = self.at(version)
             return found is not None
 
-        wait_until(is_there, lambda: self._waited_for(version), deadline_s, alive)
+        wait_until(
+            is_there,
+            lambda: (
+                f"the weights of version {version} in {self.folder} ({self._describe_state(version)})"
+            ),
+            deadline_s,
+            alive,
+        )
         assert found is not None
         return found
-
-    def _waited_for(self, version: int) -> str:
-        return (
-            f"the weights of version {version} in {self.folder} ({self._describe_state(version)})"
-        )
 
     def _describe_state(self, version: int) -> str:
         path = self.folder / folder_name(version)
@@ -132,8 +127,7 @@ class Broadcasts:
 
 
 def transfer_token(admin: str) -> str:
-    """Return the token of the direct route. Its lines are not encrypted, and who reads them must not
-    be able to command an engine."""
+    """Return the token of the direct route, whose readers must not be able to command an engine."""
     return hashlib.sha256(f"weights {admin}".encode()).hexdigest()[:32]
 
 
@@ -155,7 +149,7 @@ class _MarkerNoise(msgspec.Struct, forbid_unknown_fields=True):
     sigma: Annotated[float, msgspec.Meta(ge=0)]
 
 
-class _Marker(msgspec.Struct, forbid_unknown_fields=True):
+class _Marker(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     format: int
     version: int
     attempt: Annotated[int, msgspec.Meta(ge=0)]
@@ -165,17 +159,11 @@ class _Marker(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def encode_marker(
-    version: int, attempt: int, kind: str, manifest_digest: str, noise: dict[str, Any] | None
+    version: int, attempt: int, kind: Kind, manifest_digest: str, noise: dict[str, Any] | None
 ) -> bytes:
-    marker = {
-        "format": FORMAT,
-        "version": version,
-        "attempt": attempt,
-        "kind": kind,
-        "manifest_digest": manifest_digest,
-    }
-    marker |= {} if noise is None else {"noise": noise}
-    return (json.dumps(marker, allow_nan=False) + "\n").encode()
+    noise_fields = None if noise is None else _MarkerNoise(**noise)
+    marker = _Marker(FORMAT, version, attempt, kind, manifest_digest, noise_fields)
+    return msgspec.json.encode(marker) + b"\n"
 
 
 def manifest_digest(folder: Path) -> str:
@@ -184,8 +172,8 @@ def manifest_digest(folder: Path) -> str:
 
 
 def read_broadcast(path: Path) -> Broadcast:
-    """Return the broadcast in a folder, whose marker and manifest must belong together and say the
-    same. ValueError or OSError, with the file and the field, for anything else."""
+    """Return the broadcast in a folder. ValueError or OSError, with the file and the field, unless
+    its marker and manifest belong together."""
     number = number_of(path.name)
     if number is None or path.is_symlink():
         raise ValueError(f"{path}: no folder of a version")
@@ -209,10 +197,17 @@ def read_broadcast(path: Path) -> Broadcast:
     return Broadcast(number, path, marker.kind, digest, marker.attempt, noise, since, way)
 
 
+def broadcast_in(path: Path) -> Broadcast | None:
+    """Return the broadcast in a folder, or None."""
+    with suppress(ValueError, OSError):
+        return read_broadcast(path)
+    return None
+
+
 @contextmanager
 def reading(broadcast: Broadcast) -> Iterator[None]:
-    """Protect a broadcast's files from removal in the block, by a shared lock on its folder.
-    Replaced, at its beginning or end, when another attempt has replaced them."""
+    """Protect a broadcast's files from removal in the block, by a shared lock. Replaced, at its
+    beginning or end, when they are another attempt's."""
     try:
         descriptor = os.open(broadcast.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -234,11 +229,7 @@ def reading(broadcast: Broadcast) -> Iterator[None]:
 
 
 def _check_same(broadcast: Broadcast) -> None:
-    try:
-        same = read_broadcast(broadcast.path) == broadcast
-    except (ValueError, OSError):
-        same = False
-    if not same:
+    if broadcast_in(broadcast.path) != broadcast:
         raise _replaced(broadcast)
 
 

@@ -1,8 +1,6 @@
 """Tensors as buckets of bytes, and their transport between devices: by NCCL, by gloo on CPUs, or
-through CUDA IPC on one machine.
-
-Buckets are a copy, so the learner continues while engines fetch them. Their layout is JSON in the
-version's folder. Buckets are not encrypted: use a trusted network.
+through CUDA IPC on one machine. Buckets are a copy, so the learner continues while engines fetch
+them.
 """
 
 from __future__ import annotations
@@ -11,10 +9,9 @@ import base64
 import binascii
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -30,70 +27,57 @@ _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloa
 _MOST_BYTES = 1 << 44
 
 
-@dataclass(frozen=True)
-class TensorSlot:
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class TensorSlot(NamedTuple):
     """The position of a tensor in the buckets."""
 
     name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    bucket: int
-    offset: int
+    dtype_name: Literal["float32", "bfloat16", "float16"]
+    shape: tuple[_Natural, ...]
+    bucket: _Natural
+    offset: _Natural
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _DTYPES[self.dtype_name]
 
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class BucketLayout:
-    """The slots, the size of each bucket, and the content's digest (`WeightUpdate.content_digest`)."""
+class BucketLayout(msgspec.Struct, frozen=True):
+    """The slots, the bytes of each bucket, and `WeightUpdate.content_digest`."""
 
-    slots: tuple[TensorSlot, ...]
-    sizes: tuple[int, ...]
+    places: tuple[TensorSlot, ...]
+    sizes: tuple[_Natural, ...]
     digest: str
 
     def to_json(self) -> dict[str, Any]:
-        places = [
-            [s.name, str(s.dtype).removeprefix("torch."), list(s.shape), s.bucket, s.offset]
-            for s in self.slots
-        ]
-        return {"digest": self.digest, "sizes": list(self.sizes), "places": places}
+        built: dict[str, Any] = msgspec.to_builtins(self)
+        return built
 
     @classmethod
     def from_json(cls, stated: Any) -> BucketLayout:
         """Parse the layout that `to_json` wrote. ValueError for anything else."""
         try:
-            checked = msgspec.convert(stated, _StatedLayout)
+            layout = msgspec.convert(stated, cls)
         except msgspec.ValidationError as error:
             raise ValueError(f"layout: {error}") from None
-        slots = tuple(
-            TensorSlot(name, _DTYPES[dtype], shape, bucket, offset)
-            for name, dtype, shape, bucket, offset in checked.places
-        )
-        for slot in slots:
-            if slot.bucket >= len(checked.sizes) or slot.offset % _ALIGNMENT:
+        for slot in layout.places:
+            if slot.bucket >= len(layout.sizes) or slot.offset % _ALIGNMENT:
                 raise ValueError("layout: a tensor that does not lie in a bucket")
-            if not slot.offset + slot.nbytes <= checked.sizes[slot.bucket] < _MOST_BYTES:
+            if not slot.offset + slot.nbytes <= layout.sizes[slot.bucket] < _MOST_BYTES:
                 raise ValueError("layout: a tensor that does not lie in its bucket")
-        return cls(slots, checked.sizes, checked.digest)
-
-
-_Natural = Annotated[int, msgspec.Meta(ge=0)]
-_DtypeName = Literal["float32", "bfloat16", "float16"]
-
-
-class _StatedLayout(msgspec.Struct):
-    digest: str
-    sizes: tuple[_Natural, ...]
-    places: list[tuple[str, _DtypeName, tuple[_Natural, ...], _Natural, _Natural]]
+        return layout
 
 
 def pack(
     tensors: Mapping[str, Tensor], digest: str, device: torch.device
 ) -> tuple[BucketLayout, list[Tensor]]:
-    """Copy tensors, in their order, into uint8 buckets on a device; return them behind their
-    layout. A bucket ends where the next tensor would take it above BUCKET_BYTES."""
+    """Copy tensors, in their order, into uint8 buckets of at most BUCKET_BYTES on a device."""
     slots: list[TensorSlot] = []
     sizes: list[int] = []  # of the buckets; the last one is being filled
     for name, tensor in tensors.items():
@@ -101,7 +85,8 @@ def pack(
         if not sizes or sizes[-1] + aligned_size > BUCKET_BYTES:
             sizes.append(0)
         bucket, offset = len(sizes) - 1, sizes[-1]
-        slots.append(TensorSlot(name, tensor.dtype, tuple(tensor.shape), bucket, offset))
+        dtype_name: Any = str(tensor.dtype).removeprefix("torch.")
+        slots.append(TensorSlot(name, dtype_name, tuple(tensor.shape), bucket, offset))
         sizes[-1] += aligned_size
     layout = BucketLayout(tuple(slots), tuple(sizes), digest)
     buckets = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
@@ -116,15 +101,15 @@ def unpack(layout: BucketLayout, buckets: Sequence[Tensor]) -> dict[str, Tensor]
     """Return the tensors by name, as views of the buckets."""
     return {
         s.name: buckets[s.bucket][s.offset : s.offset + s.nbytes].view(s.dtype).view(s.shape)
-        for s in layout.slots
+        for s in layout.places
     }
 
 
 class BucketGroup:
     """Processes that receive buckets from a trainer, rank 0.
 
-    store: where they meet. number: of the group, among those of the store. host: the address of
-    this process's interface, for gloo. deadline_s: of a broadcast; joining has at most JOIN_S.
+    store: where they meet. number: of the group in the store. host: this process's address, for
+    gloo. deadline_s: of a broadcast; joining has at most JOIN_S.
     """
 
     def __init__(
@@ -195,8 +180,7 @@ def copy_by_ipc(
 
 
 def _open_bucket(handles: Any, size: int, index: int) -> Tensor:
-    """Return another process's bucket of `size` bytes on GPU `index`, as a view of its memory.
-    handles: the bucket's, from `ipc_handles`."""
+    """Return another process's bucket of `size` bytes on GPU `index`, as a view."""
     handle, nbytes, offset, counter, counter_offset, event, sync = handles
     storage = torch.UntypedStorage._new_shared_cuda(
         index,
@@ -213,5 +197,5 @@ def _open_bucket(handles: Any, size: int, index: int) -> Tensor:
 
 
 def device_uuid(index: int | None) -> str:
-    """Return the UUID of a GPU, which is the same in every process."""
+    """Return a GPU's UUID, the same in every process."""
     return str(torch.cuda.get_device_properties(index or 0).uuid)

@@ -1,13 +1,12 @@
-"""Changes of the tensors that an engine holds. Of an aligned learner, whose codes are the engine's
-(`weights.aligned`), only they travel.
+"""Changes of the tensors that an engine holds: all that travels of an aligned learner, whose codes
+are the engine's (`weights.aligned`).
 
     {name}            a tensor whole: a norm that takes noise, or one of which most has changed
     {name}.gaps       int16 [n], read as unsigned: steps between the entries that changed, from -1 on
     {name}.values     [n] their new bits, in the tensor's own dtype
 
 Entries are in row-major order; of packed codes an entry is what is stored. Every 65,535th is
-included, so that no gap is longer. Names are those of `publish.digest`. An engine applies changes to
-the bits that they are based on, and restores its tensors when the result has another digest.
+included, so that no gap is longer. Names are those of `publish.digest`.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Changes:
-    """The base and the result of changes. Digests are of what an engine holds, without noise:
-    `before` of all but the norms that take noise, `after` of all."""
+    """The base version of changes, and digests of what an engine holds without noise: `before` of
+    all but the norms that take noise, `after` of all."""
 
     since: int
     before: str
@@ -43,8 +42,7 @@ class Changes:
 
 
 class Shadow:
-    """A copy of what engines hold, on the learner's device. ValueError for a learner whose codes are
-    not the engines'."""
+    """A copy of what engines hold, on the learner's device. ValueError when its codes are others."""
 
     def __init__(self, model: Transformer, format: str, dtype: torch.dtype) -> None:
         for name, linear in model.linears():
@@ -99,10 +97,8 @@ def norm_names(model: Transformer) -> set[str]:
 
 
 def difference(name: str, old: Tensor, new: Tensor, whole: bool) -> dict[str, Tensor]:
-    """Return the part of the stream that turns the tensor `old` into `new`, on the CPU: nothing for
-    equal tensors, else the changed entries or the whole tensor, whichever is smaller.
-
-    whole: return the whole tensor in every case.
+    """Return the part of the stream that turns `old` into `new`, on the CPU: nothing for equal
+    tensors, else the changed entries or the whole tensor, whichever is smaller. whole: in any case.
     """
     if not whole:
         changed = (_bits(old) != _bits(new)).nonzero().flatten()
@@ -120,8 +116,7 @@ def difference(name: str, old: Tensor, new: Tensor, whole: bool) -> dict[str, Te
 
 
 def _with_every_stride(changed: Tensor) -> Tensor:
-    """Return ascending positions with every STRIDE-th one up to the last added, so that no gap
-    between two of them is longer than STRIDE."""
+    """Return ascending positions, with every STRIDE-th one up to the last added."""
     num_strides = int(changed[-1]) // STRIDE
     strides = STRIDE * torch.arange(1, num_strides + 1, device=changed.device) - 1
     return torch.cat([changed, strides]).unique()
@@ -131,14 +126,13 @@ def apply(
     rollout: Transformer, stream: Mapping[str, Tensor], changes: Changes
 ) -> dict[str, Tensor]:
     """Apply changes to an engine's storages in place, except to the norms that take noise: return
-    their new values, to which the caller adds the noise.
+    those, clean.
 
-    Gap when the changes are of other weights than the engine holds, ValueError when they do not fit
-    or lead to another digest than stated. The engine's tensors are unchanged then.
+    Gap when the engine holds other weights than the changes are of, ValueError when they do not fit
+    or lead to another digest. The engine's tensors are unchanged then.
     """
     noisy_names = norm_names(rollout)
     targets = _targets(rollout)
-    # the engine's norms hold noise, and both digests are of clean weights
     without_noise = {name: t for name, t in targets.items() if name not in noisy_names}
     if (found := fingerprint(without_noise, {})) != changes.before:
         raise Gap(
@@ -162,7 +156,6 @@ def apply(
 
 
 def _renew_derived(rollout: Transformer, changed: Set[str]) -> None:
-    """Renew what was made of the changed tensors."""
     for name, linear in rollout.linears():
         assert isinstance(linear.weight, QTensor)
         if any(f"{name}.weight.{part}" in changed for part in linear.weight.tensors):
@@ -171,7 +164,6 @@ def _renew_derived(rollout: Transformer, changed: Set[str]) -> None:
 
 
 def _targets(rollout: Transformer) -> dict[str, Tensor]:
-    """Return the engine's stored tensors, under their names in a stream."""
     tensors: dict[str, Tensor] = {}
     for name, linear in rollout.linears():
         assert isinstance(linear.weight, QTensor)
@@ -184,8 +176,8 @@ def _targets(rollout: Transformer) -> dict[str, Tensor]:
 def _norms(
     stream: Mapping[str, Tensor], targets: Mapping[str, Tensor], names: set[str], model: Transformer
 ) -> dict[str, Tensor]:
-    """Return the clean norms `names` of a stream, on the devices of their targets. ValueError for
-    one that is missing, or has another shape or dtype."""
+    """Return the norms `names` of a stream, on the devices of their targets. ValueError for one that
+    is missing, or has another shape or dtype."""
     norms: dict[str, Tensor] = {}
     for name in names:
         arrived = stream.get(name)
@@ -198,8 +190,8 @@ def _norms(
 
 
 class _Write(NamedTuple):
-    """The changed entries of a tensor. bits: all entries of the engine's storage, viewed as a row
-    of integers. at, values: the positions in that row, and the new integers there."""
+    """The changed entries of a tensor. bits: its storage as a row of integers. at, values: positions
+    in that row, and the new integers there."""
 
     bits: Tensor
     at: Tensor
@@ -207,8 +199,8 @@ class _Write(NamedTuple):
 
 
 def _writes(stream: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict[str, _Write]:
-    """Return the write of each tensor that a stream changes. ValueError for a part of the stream
-    that fits no target, or holds a value that is not finite."""
+    """Return the write of each tensor that a stream changes. ValueError for a part that fits no
+    target, or a value that is not finite."""
     writes: dict[str, _Write] = {}
     floats: dict[str, Tensor] = {}
     unused = set(stream)
@@ -233,8 +225,8 @@ def _writes(stream: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict
 def _changed_entries(
     name: str, keys: Set[str], stream: Mapping[str, Tensor], target: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the positions and new values of a tensor's changed entries, on its device. keys: those
-    of the stream that belong to it. ValueError when they do not fit."""
+    """Return the positions and values of a tensor's changed entries, on its device. keys: the parts
+    of the stream. ValueError when they do not fit."""
     if keys == {name} and stream[name].shape == target.shape:
         at = torch.arange(target.numel(), device=target.device)
         values = stream[name].flatten()

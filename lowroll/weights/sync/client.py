@@ -23,7 +23,7 @@ MOST_LINE = 8 << 20  # bytes of a trainer's line, which may hold handles
 
 class WeightClient:
     """A client that fetches versions from a trainer to `device`, one at a time. file: has the
-    trainer's address; read again for each connection. token: `base.transfer_token`."""
+    trainer's present address. token: `base.transfer_token`."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class WeightClient:
         self._lock = threading.Lock()
 
     def fetch(self, broadcast: Broadcast, layout: BucketLayout) -> dict[str, Tensor]:
-        """Fetch the tensors of a version by name, unverified. Replaced when after TRIES the trainer
-        has written files instead, LinkFailed when it is not reached."""
+        """Fetch the tensors of a version, unverified. Replaced when after TRIES the trainer has
+        written files instead, LinkFailed when it is not reached."""
         with self._lock:
             for _ in range(TRIES):
                 try:
@@ -79,7 +79,6 @@ class WeightClient:
         return buckets
 
     def _receive(self, answer: dict[str, Any], layout: BucketLayout) -> list[Tensor]:
-        """Receive the buckets in the group that an answer names; join it unless it is the last."""
         try:
             number, rank, size, port = (
                 int(answer[name]) for name in ("group", "rank", "size", "store")
@@ -99,8 +98,8 @@ class WeightClient:
         return buckets
 
     def _connect_to_store(self, port: int) -> Any:
-        """Connect to the store at which the trainer's group meets, in a thread that may be left
-        behind: torch ignores its timeout when a store accepts and says nothing."""
+        """Connect to the group's store, in a thread that may be left behind: torch ignores its
+        timeout when a store accepts and says nothing."""
         deadline_s = min(JOIN_S, self.timeout_s)
         connected: Future[Any] = Future()
 

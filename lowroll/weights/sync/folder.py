@@ -6,15 +6,13 @@
 
     adapter    a PEFT folder for the base as it was, and the exact tensors of a base that carries s
     full       a dense Hugging Face folder in the master's own dtype
-    codes      what differs from the version before in the tensors that engines hold, where an aligned
-               learner has them (`sync.changes`); every eighth version is a full one
+    codes      changes of an aligned learner's codes (`sync.changes`); every eighth version is full
 
-With a server (`sync.server`) the tensors of a full version go from device to device, and the folder
-has the rest and the layout of the buckets. Noise (`weights.noise`) travels as seed and sigma.
+With a server (`sync.server`) the folder of a full version has the layout of buckets in place of the
+tensors. Noise (`weights.noise`) travels as seed and sigma.
 
 A version that a restarted trainer publishes again stays where its bytes are the same. Otherwise the
-old folder is renamed before the new one takes its name, so no reader mixes the files of two
-attempts.
+old folder is renamed first, so no reader mixes the files of two attempts.
 """
 
 from __future__ import annotations
@@ -30,6 +28,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -81,11 +80,8 @@ _RETIRED = ".retired-"
 
 @dataclass(frozen=True)
 class FolderContent:
-    """The content of a version's folder. write: writes its files. meta: for the manifest.
-
-    buckets: for the direct route, the tensors that are served and not written. as_files: the same
-    content with these tensors as files, for engines that the direct route does not reach.
-    """
+    """The content of a version's folder. write: writes its files. meta: for the manifest. buckets:
+    the tensors that are served and not written. as_files: the same content with them as files."""
 
     kind: Kind
     write: Callable[[Path], None]
@@ -97,10 +93,9 @@ class FolderContent:
 class FolderPublisher:
     """A publisher of the learner's versions in `folder`, which requires the run's lock.
 
-    attempt: of the trainer. keep: how many of the newest versions stay, with the bases of changes.
+    attempt: of the trainer. keep: how many versions stay (at least 1), with the bases of changes.
     base: the folder or hub id of an adapter's base. shadow: of an aligned learner, to publish
-    changes. server: of the direct route for whole models. ValueError for a model of which nothing
-    learns.
+    changes. server: for whole models. ValueError for a model of which nothing learns.
     """
 
     def __init__(
@@ -115,8 +110,6 @@ class FolderPublisher:
         shadow: Shadow | None = None,
         server: WeightServer | None = None,
     ) -> None:
-        if keep < 1:
-            raise ValueError(f"keep: expected at least 1, got {keep}")
         self.folder = Path(folder)
         self.model = model
         self.attempt = attempt
@@ -125,7 +118,7 @@ class FolderPublisher:
         self.noise = noise
         self.shadow = shadow
         self.server = server
-        self._lock = threading.Lock()  # of the folder: the server writes from its own thread
+        self._lock = threading.RLock()  # of the folder: the server writes from its own thread
         self.broadcasts = Broadcasts(self.folder)
         self._adapted = any(linear.adapter for _, linear in model.linears())
         kept = model.weight_format
@@ -158,9 +151,14 @@ class FolderPublisher:
             self.server.check()
 
     def forget_after(self, version: int) -> None:
-        """Retire later versions, which may differ when a learner that went back makes them again."""
+        """Retire later versions, which a learner that went back makes again."""
         with self._lock:
-            self._forget_after(version)
+            for number, path in reversed(self._folders()):
+                if number > version:
+                    log.warning(
+                        "%s: of a future that the run does not have any more; retired", path
+                    )
+                    self._retire(path)
 
     def close(self) -> None:
         """End the direct route, and write the newest version as files."""
@@ -173,8 +171,8 @@ class FolderPublisher:
     # -- the content of a version ------------------------------------------------------------------
 
     def _changes(self, version: int) -> FolderContent | None:
-        """Return the changes since the previous version. None when engines do not hold that, and
-        for every FULL_INTERVAL-th version."""
+        """Return the changes since the previous version; None when engines do not hold that, and for
+        every FULL_INTERVAL-th."""
         shadow = self.shadow
         if shadow is None or shadow.version != version - 1 or version % FULL_INTERVAL == 0:
             return None
@@ -198,7 +196,7 @@ class FolderPublisher:
             lora.write(self.model, target, self.base, input_scale=scale)
             exact = lora.state(self.model)
             unscaled = lora.unscaled(exact, scale)
-            # `unscaled` has another object where it converted a tensor, which may round
+            # where `unscaled` converted a tensor, it may have rounded
             converted = {
                 name: t.contiguous() for name, t in exact.items() if t is not unscaled[name]
             }
@@ -208,7 +206,6 @@ class FolderPublisher:
         return FolderContent("adapter", write, meta)
 
     def _full(self, version: int) -> FolderContent:
-        """Return the whole model: as buckets for a working direct route, else as files."""
         meta = self._scale()
         config, tensors = hf.contents(self.model)
         if self.server is None or self.server.broken:
@@ -229,8 +226,8 @@ class FolderPublisher:
     # -- its folder --------------------------------------------------------------------------------
 
     def _write(self, version: int, content: FolderContent, same: bool = False) -> Path:
-        """Write the folder of a version with its marker; return it. same: the weights are those of
-        the present folder, as other files. Requires `_lock`."""
+        """Write a version's folder and its marker. same: the weights are those of the present folder,
+        as other files. Requires `_lock`."""
         noise = None
         if self.noise is not None:
             drawn = self.noise.at(version)
@@ -246,7 +243,6 @@ class FolderPublisher:
                 log.warning("%s: written again with other bytes, by attempt %d", dest, self.attempt)
         digest = manifest_digest(dest)
         if content.buckets is not None:
-            # engines may request it as soon as the marker is there
             self._serve(version, digest, content)
         present = self.broadcasts.at(version)
         if present is None or present.path != dest:  # a kept folder still has its marker
@@ -255,7 +251,6 @@ class FolderPublisher:
         return dest
 
     def _serve(self, version: int, digest: str, content: FolderContent) -> None:
-        """Have the server offer a version, which it writes as files when an engine asks."""
         assert self.server is not None and content.buckets is not None
 
         def write_as_files() -> None:  # from the server's thread
@@ -270,8 +265,8 @@ class FolderPublisher:
     def _replace(
         self, dest: Path, write: Callable[[Path], None], meta: dict[str, Any], same: bool
     ) -> bool:
-        """Write a folder beside the existing one, and replace that where the bytes differ: return
-        whether they do. Later versions are retired then, unless the weights are the same."""
+        """Replace a folder, and retire later versions unless the weights are the same. Return
+        whether the bytes differ; else it stays."""
         candidate = self.folder / f"{_CANDIDATE}{dest.name}"
         publish_folder(candidate, write, meta)
         faultpoint("broadcast.candidate")
@@ -279,7 +274,7 @@ class FolderPublisher:
             shutil.rmtree(candidate)
             return False
         if not same:
-            self._forget_after(meta["version"])
+            self.forget_after(meta["version"])
         self._retire(dest)
         os.rename(candidate, dest)
         sync_folder(self.folder)
@@ -287,7 +282,6 @@ class FolderPublisher:
         return True
 
     def _retire(self, path: Path) -> None:
-        """Rename a folder out of the readers' sight. A present reader detects it at the end."""
         taken = len(list(self.folder.glob(f"{_RETIRED}{path.name}-*")))
         while (target := self.folder / f"{_RETIRED}{path.name}-{taken}").exists():
             taken += 1
@@ -295,14 +289,8 @@ class FolderPublisher:
         sync_folder(self.folder)
         faultpoint(f"broadcast.retired/{path.name}")
 
-    def _forget_after(self, version: int) -> None:
-        for number, path in reversed(self._folders()):
-            if number > version:
-                log.warning("%s: of a future that the run does not have any more; retired", path)
-                self._retire(path)
-
     def _retain(self, newest: int) -> None:
-        """Retire versions that no engine needs. An error costs space, not the run."""
+        """Retire versions that no engine needs. An error costs only space."""
         needed = self._needed(newest)
         try:
             for number, path in self._folders():
@@ -314,7 +302,6 @@ class FolderPublisher:
             log.warning("old weights could not be removed, the next version tries again: %s", error)
 
     def _needed(self, newest: int) -> set[int]:
-        """Return the newest `keep` versions, and those on which changes among them are based."""
         needed: set[int] = set()
         for kept in range(newest, newest - self.keep, -1):
             version: int | None = kept
@@ -325,12 +312,13 @@ class FolderPublisher:
         return needed
 
     def _folders(self) -> list[tuple[int, Path]]:
-        paths = [path for path in sorted(self.folder.iterdir()) if not path.is_symlink()]
-        numbers = [number_of(path.name) for path in paths]
-        return [(n, path) for n, path in zip(numbers, paths, strict=True) if n is not None]
+        return [
+            (number, path)
+            for path in sorted(self.folder.iterdir())
+            if not path.is_symlink() and (number := number_of(path.name)) is not None
+        ]
 
     def _clean(self) -> None:
-        """Remove retired folders that are not read, and leftovers."""
         remove_leftovers(self.folder)
         for path in sorted(self.folder.iterdir()):
             name = path.name
@@ -381,8 +369,8 @@ def read_update(
     """Return the update in a verified folder, as policy `number`.
 
     model, weights: the engine's model folder and format. broadcast: the folder's, where a trainer
-    wrote it. client: of the direct route. ValueError for a folder that is not for this engine,
-    TransportError as by `WeightClient.fetch`.
+    wrote it. ValueError for a folder that is not for this engine, TransportError as by
+    `WeightClient.fetch`.
     """
     meta = read_meta(folder) or {}
     if kind == "adapter":
@@ -398,7 +386,6 @@ def read_update(
 
 
 def _read_adapter(folder: Path, number: int, weights: str) -> WeightUpdate:
-    """Return an adapter's update, bit for bit the learner's."""
     optional = [name for name in (bases.FILE, SCALED) if (folder / name).exists()]
     _check_published(folder, *ADAPTER, *optional)
     scale = 1.0
@@ -421,13 +408,14 @@ def _read_adapter(folder: Path, number: int, weights: str) -> WeightUpdate:
 
 def _read_changes(folder: Path, number: int, meta: Mapping[str, Any]) -> WeightUpdate:
     _check_published(folder, CHANGES)
-    since, before, after = (meta.get(name) for name in ("since", "before", "after"))
-    if type(since) is not int or not isinstance(before, str) or not isinstance(after, str):
-        raise ValueError(f"{folder}: since, before, after: not said")
-    scale = meta.get("input_scale")
-    if not isinstance(scale, float):
-        raise ValueError("input_scale: not said")
-    changes, tensors = Changes(since, before, after), load_file(folder / CHANGES)
+    try:
+        changes = msgspec.convert(meta, Changes)
+        scale = msgspec.convert(meta.get("input_scale"), float)
+    except msgspec.ValidationError as error:
+        raise ValueError(
+            f"{folder / MANIFEST}: meta: since, before, after, input_scale: {error}"
+        ) from None
+    tensors = load_file(folder / CHANGES)
     return WeightUpdate(number, "codes", tensors.items, input_scale=scale, changes=changes)
 
 
@@ -438,7 +426,6 @@ def _fetch(
     meta: Mapping[str, Any],
     client: WeightClient | None,
 ) -> WeightUpdate:
-    """Return a full update whose tensors a client fetches from the trainer."""
     if client is None:
         raise ValueError(
             f"way: its tensors come by {broadcast.way}; start the engine with --weights-from"

@@ -10,15 +10,12 @@ gloo or CUDA IPC. Both ends exchange lines of JSON on a socket:
     trainer -> engine    {"written": version}
 
 The server's event loop has a thread of its own. After the first request it waits at most GATHER_S
-for the other connected engines, then at most JOIN_S for their group and `timeout_s` for the round,
-and never for a single connection.
-
-A group lasts as long as the requesting engines stay the same. A peer that dies during a broadcast
-ends it, and the next request begins another.
+for the other connected engines, then at most JOIN_S for their group and `timeout_s` for the round. A
+group lasts as long as the requesting engines stay the same and none dies in a broadcast.
 
 A connection that has not sent the token within HELLO_S or MOST_LINE bytes is closed, and so is the
-oldest of them when there are too many. The token does not protect the group's store and the buckets:
-between machines use a private network.
+oldest of too many. The token does not protect the group's store and the buckets: between machines
+use a private network.
 """
 
 from __future__ import annotations
@@ -68,7 +65,7 @@ class ServedVersion:
 
 class _WantedVersion(NamedTuple):
     """An engine's request. stated: its [version, manifest digest], unchecked. answered: set at the
-    end of the round that has served or refused it."""
+    end of its round."""
 
     stated: Any
     answered: asyncio.Event
@@ -77,9 +74,9 @@ class _WantedVersion(NamedTuple):
 class WeightServer:
     """A server of the newest versions to engines.
 
-    way: nccl (gloo on a CPU) or cuda_ipc. host, port: the only interface to listen on; 0 for a free
-    port. token: `base.transfer_token`. keep: how many of the newest versions stay, each a copy of the
-    model. ValueError for an address that engines cannot reach, or others without a token.
+    way: nccl (gloo on a CPU) or cuda_ipc. host, port: the only interface; 0 for a free port. token:
+    `base.transfer_token`. keep: how many versions stay, each a copy of the model. ValueError for an
+    address that engines cannot reach, or others without a token.
     """
 
     def __init__(
@@ -92,8 +89,6 @@ class WeightServer:
         token: str = "",
         keep: int = 1,
     ) -> None:
-        if way not in ("nccl", "cuda_ipc"):
-            raise ValueError(f"way: {way!r} is none of nccl, cuda_ipc")
         if way == "cuda_ipc" and device.type != "cuda":
             raise ValueError("way: cuda_ipc shares memory of a GPU, and the learner is on a CPU")
         _check_address(host, token)
@@ -177,8 +172,7 @@ class WeightServer:
                 task.cancel()
 
     async def _talk(self, peer: Connection) -> None:
-        """Answer a connection until it ends. Close the oldest of too many without the token. The
-        deadline holds until a first message with the token, which makes the peer an engine."""
+        """Answer a connection until it ends. Its first message with the token makes it an engine."""
         self._unknown[peer] = None
         if len(self._unknown) > self._most_unknown:
             oldest = next(iter(self._unknown))
@@ -207,7 +201,6 @@ class WeightServer:
         return hmac.compare_digest(found, self.token.encode())
 
     async def _reply(self, peer: Connection, message: dict[str, Any]) -> None:
-        """Answer a message; wait for the round of a version that is asked for."""
         if "write" in message:
             await peer.send(self._write(peer, message["write"]))
         elif "want" in message:
@@ -247,8 +240,7 @@ class WeightServer:
     # -- rounds: a version goes to all that want it -------------------------------------------------
 
     async def _run_rounds(self) -> None:
-        """Answer requests for as long as the server runs. A round takes those of all engines that
-        ask within GATHER_S of the first, and sends each version once, to all that want it."""
+        """Answer requests in rounds, each of all engines that ask within GATHER_S of the first."""
         while True:
             await self._until(lambda: bool(self._asking))
             with suppress(TimeoutError):
@@ -257,7 +249,7 @@ class WeightServer:
             asking, self._asking = self._asking, {}
             versions: dict[int, ServedVersion] = {}
             members: dict[int, list[Connection]] = {}  # of each version
-            # in the order of connection, so that the ranks of a lasting group stay the same
+            # in the order of connection, so that a lasting group keeps its ranks
             present = [peer for peer in self._engines if peer in asking and not peer.is_gone]
             for peer in present:
                 try:
@@ -279,8 +271,6 @@ class WeightServer:
             await self._changed.wait()
 
     async def _transfer(self, version: ServedVersion, members: list[Connection]) -> None:
-        """Send a version to engines until they confirm it. On a failure disconnect all, which then
-        request it again."""
         try:
             if self.way == "nccl":
                 await self._broadcast(version, members)
@@ -294,8 +284,7 @@ class WeightServer:
                 peer.close()
 
     async def _broadcast(self, version: ServedVersion, members: list[Connection]) -> None:
-        """Broadcast the buckets to a group, which stays while its members do. LinkFailed when a
-        member leaves, or after `timeout_s`."""
+        """Broadcast the buckets to a group. LinkFailed when a member leaves, or after `timeout_s`."""
         if self._group is not None and self._group[0] != members:
             self._end_group()
         if self._group is None:
@@ -351,8 +340,7 @@ class Connection:
             raise LinkFailed(f"the other side of {self.name}: {error}") from None
 
     async def receive(self, deadline_s: float | None) -> dict[str, Any]:
-        """Return the next message. LinkFailed at the end, after the deadline, and for another
-        line."""
+        """Return the next message. LinkFailed for none in time, and for another line."""
         try:
             async with asyncio.timeout(deadline_s):
                 line = await self._reader.readline()
@@ -379,10 +367,10 @@ class Connection:
 
 
 async def beside(work: Callable[[], T], members: list[Connection]) -> T:
-    """Run `work` in a thread and return its result, or raise its error. LinkFailed when a member
-    leaves meanwhile: the thread, which may hang on the dead peer, is abandoned."""
+    """Run `work` in a thread, and return its result. LinkFailed when a member leaves meanwhile: the
+    thread, which may hang on it, is abandoned."""
     outcome: Future[T] = Future()
-    # marks it as running: `waiting.cancel` below cannot cancel it, and the thread can always set it
+    # it is running: `waiting.cancel` below cannot cancel it, and the thread can always set it
     outcome.set_running_or_notify_cancel()
 
     def run() -> None:

@@ -4,11 +4,11 @@ all.
     engine.update_weights(WeightUpdate.local(master, version=3, noise=noise))    in one process
     engine.update_weights(WeightUpdate.local(master, version=3).as_stream())     by another route
 
-Every update yields its tensors by name, lazily. A local one also has the learner's model, from which
-an engine of the same process quantizes (`weights.publish`). Every other engine gathers the stream on
-its device, in the memory of a dense model or an adapter, and checks it before its weights change.
+A local update also has the learner's model, from which an engine of the same process quantizes
+(`weights.publish`). Every other engine gathers the stream on its device, in the memory of a dense
+model or an adapter, and checks it before its weights change.
 
-The digest covers the names and bytes that travel. That in a BehaviorTag is of the quantized weights.
+The digest covers what travels; that in a BehaviorTag is of the quantized weights.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class WeightUpdate:
 
     version: int
     # full: every weight, dense, under its Hugging Face name. adapter: A and B of LoRA under PEFT's
-    # names. codes: the stored tensors of a low-bit model, or with `changes` what differs in them.
+    # names. codes: a low-bit model's stored tensors, or with `changes` what differs in them.
     kind: Kind
     # starts the stream again; yielded tensors stay valid until the update has been taken
     tensors: Callable[[], Iterable[tuple[str, Tensor]]]
@@ -105,10 +105,8 @@ def dense(model: Transformer) -> Iterator[tuple[str, Tensor]]:
 
 
 class UpdateReceiver:
-    """The engine's end, for its model and the one `beside` it (`publish.beside`).
-
-    kind: of the streams that it takes. kinds: the same, and "codes" where it also takes changes.
-    """
+    """The engine's end, for its model and the one beside it (`publish.beside`). kinds: `kind` of
+    streams, and "codes" where it also takes changes."""
 
     def __init__(self, rollout: Transformer, large_batch_model: Transformer | None = None) -> None:
         self.rollout = rollout
@@ -117,11 +115,11 @@ class UpdateReceiver:
         self.max_rank = max(ranks, default=0)  # of an adapter; 0 for an engine without
         adapted = self.max_rank > 0
         self.kind: Kind = "adapter" if adapted else "full"
-        # changes are of the codes in one format, and a second model has another
+        # changes are of codes in one format
         takes_changes = not adapted and large_batch_model is None
         self.kinds = frozenset[Kind]({self.kind, "codes"} if takes_changes else {self.kind})
         self.takes_noise = not norms_without_noise(rollout)
-        # clean copies: an adapter comes without its base, to whose norms the engine adds noise
+        # clean copies, because an adapter comes without its base
         self._norms = {
             f"{name}.weight": norm.weight.clone()
             for name, norm in noisy_norms(rollout)
@@ -129,9 +127,8 @@ class UpdateReceiver:
         }
 
     def take(self, update: WeightUpdate) -> None:
-        """Refill the engine's storages in place. ValueError, before anything is written, for a
-        stream with a missing, unknown or repeated tensor, a wrong shape or dtype, a value that is
-        not finite, or another digest; else as `publish`."""
+        """Refill the engine's storages in place. ValueError, before anything is written, as
+        `arrivals`, `check_content` and `publish`."""
         if update.master is not None:
             publish(update.master, self.rollout, update.noise, self.large_batch_model)
             return
@@ -163,7 +160,6 @@ class UpdateReceiver:
 
     @torch.no_grad()
     def _change(self, update: WeightUpdate, changes: Changes) -> None:
-        """Apply changes, and write the norms that take noise with it."""
         rollout = self.rollout
         drawn = drawn_noise(update.noise, rollout)
         stream = {name: tensor.to(rollout.device) for name, tensor in update.tensors()}
@@ -173,7 +169,7 @@ class UpdateReceiver:
 
     @torch.no_grad()
     def _write_adapter(self, update: WeightUpdate) -> None:
-        """Write an adapter, and the norms of its base with new noise."""
+        """Write an adapter, and the base's norms with new noise."""
         rollout = self.rollout
         rank = _rank(update, self.max_rank)
         wanted = lora.wanted(rollout, rank)
@@ -196,11 +192,9 @@ class UpdateReceiver:
 def gather(
     update: WeightUpdate, spec: ModelSpec, dtype: torch.dtype, device: Device
 ) -> Transformer:
-    """Return a dense model of a full stream on a device; a matrix keeps the dtype of the stream.
-    ValueError as by `UpdateReceiver.take`.
-
-    A parameter, such as qkv, is joined from its tensors of the stream once the last has arrived.
-    """
+    """Return a dense model of a full stream on a device; a matrix keeps the dtype of the stream. A
+    parameter (qkv, say) is joined once its last tensor has arrived. ValueError as by
+    `UpdateReceiver.take`."""
     staging = Transformer(spec, "meta", dtype)
     parts_of = {parameter: parts for parameter, parts, _ in hf_names(spec)}
     parameter_of = {part: parameter for parameter, parts in parts_of.items() for part in parts}
@@ -245,12 +239,9 @@ def arrivals(
     device: Device,
     may_lack: Callable[[Set[str], Set[str]], bool] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a stream on a device, in its order.
-
-    wanted: the shape of each tensor, by name. may_lack(missing, all): whether a stream may end
-    without the tensors `missing`. ValueError for a tensor that is unknown, repeated or of another
-    shape or dtype, and at the end for missing ones.
-    """
+    """Yield the tensors of a stream on a device. wanted: their shapes. may_lack(missing, all): whether
+    a stream may lack tensors. ValueError for one that is unknown, repeated or of another shape or
+    dtype, and at the end for missing ones."""
     unseen = set(wanted)
     for name, tensor in update.tensors():
         _check(name, tensor, wanted, unseen)
@@ -263,7 +254,6 @@ def arrivals(
 def _check(
     name: str, tensor: Tensor, wanted: Mapping[str, tuple[int, ...]], unseen: Set[str]
 ) -> None:
-    """Raise ValueError for a tensor that is not wanted, has come, or has another shape or dtype."""
     what = f"update: {some([name])}"
     if name not in wanted:
         raise ValueError(f"{what}: the engine's model has no such tensor")
