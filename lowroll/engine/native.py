@@ -24,7 +24,7 @@ from torch import Tensor
 from lowroll.engine.base import Capabilities, EngineStats, InFlight, PartialSample, Ranked
 from lowroll.engine.decoder import MOST_STEPS
 from lowroll.engine.grammar import Grammars
-from lowroll.engine.request import validate
+from lowroll.engine.request import check_sequences, validate
 from lowroll.engine.runner import Runner
 from lowroll.engine.scheduler import Scheduler
 from lowroll.kv import support
@@ -343,17 +343,9 @@ class NativeEngine:
     ) -> list[Ranked]:
         if type(top) is not int or not 0 <= top <= MAX_TOP_LOGPROBS:
             raise ValueError(f"top: expected an integer in 0..{MAX_TOP_LOGPROBS}, got {top!r}")
+        check_sequences(sequences, prompt_lens, self.context, self.spec.vocab_size)
         scores = []
-        for i, (ids, prompt_len) in enumerate(zip(sequences, prompt_lens, strict=True)):
-            if not 1 <= prompt_len < len(ids) or len(ids) > self.context:
-                raise ValueError(
-                    f"sequences[{i}]: {len(ids)} tokens with a prompt of {prompt_len} cannot be "
-                    f"scored in a context of {self.context}"
-                )
-            if min(ids) < 0 or max(ids) >= self.spec.vocab_size:
-                raise ValueError(
-                    f"sequences[{i}]: an id is outside the vocabulary of {self.spec.vocab_size}"
-                )
+        for ids, prompt_len in zip(sequences, prompt_lens, strict=True):
             tensors = self.runner.score(ids, prompt_len, temperature, top)
             scores.append(Ranked(*(tensor.cpu() for tensor in tensors)))
         return scores

@@ -9,7 +9,7 @@ is continued from prompt + tokens.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -80,6 +80,20 @@ def validate(
     if type(request.id) is not str:
         raise ValueError(f"id: expected a string, got {_show(request.id)}")
     _check_int("top_logprobs", request.top_logprobs, 0, MAX_TOP_LOGPROBS)
+
+
+def check_sequences(
+    sequences: Sequence[list[int]], prompt_lens: Sequence[int], longest: int, vocab_size: int
+) -> None:
+    """Raise ValueError for a sequence that cannot be scored in a context of `longest`."""
+    for i, (ids, prompt_len) in enumerate(zip(sequences, prompt_lens, strict=True)):
+        if not 1 <= prompt_len < len(ids) or len(ids) > longest:
+            raise ValueError(
+                f"sequences[{i}]: {len(ids)} tokens with a prompt of {prompt_len} cannot be "
+                f"scored in a context of {longest}"
+            )
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            raise ValueError(f"sequences[{i}]: an id is outside the vocabulary of {vocab_size}")
 
 
 def noise_key(request: Request, sample: int) -> int:

@@ -5,8 +5,8 @@
     pool.update(broadcast)                             # all draw from it, or are evicted
     groups = pool.generate(requests)
 
-All of the pool (docs/architecture.md) runs on one event loop in a thread of its own. Callers are
-plain threads, one at a time.
+The pool (docs/architecture.md) runs on one event loop in a thread of its own. One thread calls it
+at a time.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from lowroll.engine.base import Capabilities, EngineStats, InFlight, PartialSamp
 from lowroll.engine.remote.discovery import Discovery, Elastic, Resolver, resolve
 from lowroll.engine.remote.event_loop import MARGIN, LoopStalled, LoopThread
 from lowroll.engine.remote.http_client import HttpCall, ServerError
-from lowroll.engine.remote.protocol import check_sequences, ranked, scoring_call
+from lowroll.engine.remote.protocol import ranked, scoring_call
 from lowroll.engine.remote.replica import PoolOptions, QueuedRequest
 from lowroll.engine.remote.replica_set import PoolReport, ReplicaSet
 from lowroll.engine.remote.server_base import CONTROL_S, EngineServer, HeldPolicy
+from lowroll.engine.request import check_sequences
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request
 from lowroll.weights.sync.base import Broadcast
 
@@ -66,11 +67,14 @@ class OpenRequests:
         return not self._outcomes.empty()
 
     def wait(self, seconds: float) -> None:
-        """Wait for an outcome, and take all that have come. Raises the first error."""
+        """Wait for an outcome, and take all that have come. Raise the first error."""
         try:
             handle, outcome = self._outcomes.get(timeout=seconds)
             while True:
-                self._land(handle, outcome)
+                if isinstance(outcome, Exception) and (handle < 0 or handle in self._open):
+                    raise outcome
+                if self._open.pop(handle, None) is not None and isinstance(outcome, Group):
+                    self.ended[handle] = outcome
                 handle, outcome = self._outcomes.get_nowait()
         except queue.Empty:
             return
@@ -83,21 +87,13 @@ class OpenRequests:
     def clear(self) -> None:
         self._open.clear()
 
-    def _land(self, handle: int, outcome: Group | Exception) -> None:
-        """Keep the group of an open request. Raise the error of one, or of handle -1."""
-        if isinstance(outcome, Exception) and (handle < 0 or handle in self._open):
-            raise outcome
-        if self._open.pop(handle, None) is not None and isinstance(outcome, Group):
-            self.ended[handle] = outcome
-
 
 class EnginePool:
     """An `Engine` over HTTP.
 
-    urls: with or without /v1. elastic: engines by a DNS name, added to `urls`. alive: called while
-    the first engine, or an update, is waited for; an exception in it ends the wait. ValueError for
-    engines that do not fit together, ServerError when none answers; both name the address and its
-    last answer.
+    urls: with or without /v1. elastic: engines by a DNS name, added to `urls`. alive: called during
+    the start and updates, which an exception in it ends. ValueError for engines that do not fit
+    together, ServerError when none answers.
     """
 
     def __init__(
@@ -143,8 +139,7 @@ class EnginePool:
         self.close()
 
     def close(self) -> None:
-        """Abort the requests in flight and close the connections. The engines keep running.
-        Idempotent."""
+        """Abort the requests in flight and close the connections. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -198,8 +193,7 @@ class EnginePool:
         return entry.handle
 
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[tuple[int, Group]]:
-        """Wait a moment for answers. Return the requests that have ended, by handle; [] at once
-        when nothing is in flight."""
+        """Wait a moment for answers. Return the requests that have ended, by handle."""
         meanwhile()
         ended_groups = self._requests.ended
         if self._requests and not ended_groups:
@@ -209,8 +203,8 @@ class EnginePool:
         return groups
 
     def abort(self, handle: int) -> bool:
-        """Abort a request by closing its connection. Its group comes back with finish reason
-        "abort". Return False if it had ended."""
+        """Abort a request, whose group comes back with finish reason "abort". Return False if it had
+        ended."""
         entry = self._requests.get(handle)
         if entry is None or entry.ended or entry.aborted:
             return False
@@ -219,16 +213,16 @@ class EnginePool:
         return True
 
     def so_far(self, handle: int) -> list[PartialSample]:
-        """Return the tokens read of each sample: none before the end without `stream`. [] after its
-        group was returned."""
+        """Return the tokens read of each sample: none without `stream`. [] after its group was
+        returned."""
         entry = self._requests.get(handle)
         return [] if entry is None else self._replicas.router.so_far(entry)
 
     def generate(
         self, requests: list[Request], on_progress: Callable[[int, int], None] | None = None
     ) -> list[Group]:
-        """Return the groups of requests, in their order; an error aborts them all. Requests of
-        `add` go on beside them. on_progress: receives how many have ended, and their number."""
+        """Return the groups of requests, in their order; an error aborts them all. on_progress:
+        receives how many have ended, and their number."""
         for i, request in enumerate(requests):
             self.server.check(request, f"requests[{i}].")
         entries = [self._requests.add(request) for request in requests]
@@ -271,8 +265,7 @@ class EnginePool:
         temperature: float = 1.0,
     ) -> list[Ranked]:
         """Return the log-probs of each sequence after its prompt, and the `top` likeliest tokens at
-        each position. ValueError for what does not fit the context, or a temperature that the
-        server does not score at."""
+        each position. ValueError for a sequence or temperature that the server does not score."""
         server, seconds = self._replicas.ready(), self.options.timeout_s
         length = server.capabilities.context_length
         check_sequences(sequences, prompt_lens, length, server.vocab_size)
@@ -280,7 +273,7 @@ class EnginePool:
             scoring_call(i, server.scoring(ids, top, temperature), top, seconds)
             for i, ids in enumerate(sequences)
         ]
-        # a call's deadline begins with its turn, and they may run one after the other
+        # the calls may run one after the other
         answers = self.run(server.http.answers(calls), seconds * (len(calls) + 1))
         return [
             ranked(answer, call, prompt_len, top)
@@ -294,12 +287,12 @@ class EnginePool:
     ) -> BehaviorTag:
         """Have every engine draw from a broadcast; what is in flight goes on, and its spans say so.
 
-        Returns when all have acknowledged the same version and digest, or when one has and the
+        Return when all have acknowledged the same version and digest, or when one has and the
         others have had as long again: those get no new requests before they have it. A version that
         is not newer than the last one replaces it, and what is in flight is drawn again.
-        superseded: returns whether a newer version exists. Raises `versions.Superseded` when it
-        does and an engine does not find this one, and ServerError when no engine takes it, or when
-        they hold different weights afterwards.
+        superseded: returns whether a newer version exists. `versions.Superseded` when it does and an
+        engine does not find this one; ServerError when no engine takes it, or they hold different
+        weights.
         """
         options = self.options
         deadline_s = options.update_s + options.silent_s + options.start_s
@@ -355,7 +348,7 @@ class EnginePool:
             raise ServerError(f"the pool's loop did not answer; {states}") from None
 
     def _turn(self) -> None:
-        """Wait a moment for an outcome. ServerError when no engine has been ready for too long."""
+        """Wait a moment for an outcome. ServerError after `start_s` without an engine."""
         try:
             self._requests.wait(TURN)
             since, seconds = self._replicas.none_since, self.options.start_s

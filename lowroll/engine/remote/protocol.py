@@ -1,8 +1,7 @@
 """A request as a body of /v1/completions, and the answer as rollouts, by token ids alone.
 
-Answers are checked before use. `top_logprobs` are read by token id, since two ids may have one
-text. lowroll's own server packs the tokens and log-probs of a sample as two strings: lists of
-numbers cost both sides ten times as much.
+lowroll's own server packs the tokens and log-probs of a sample as two strings: lists of numbers cost
+both sides ten times as much.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ ALL = 0.999  # mass of a whole distribution, up to rounding
 
 
 def body_of(request: Request, model: str, *, seed: int, stop_ids: list[int]) -> dict[str, Any]:
-    """Return the request body. It states every sampler setting, since a server fills others from a
-    file of the model. stop_ids: the model's own included."""
+    """Return the request body, with every sampler setting: a server fills others from a file of the
+    model. stop_ids: the model's own included."""
     return {
         "model": model,
         "prompt": list(request.prompt_ids),
@@ -75,8 +74,7 @@ def tagged(behavior: BehaviorTag, request: Request, index: int) -> BehaviorTag:
 
 
 def most_bytes(request: Request) -> int:
-    """Return the length limit of a valid answer, in which the prompt comes back with each
-    choice."""
+    """Return the bytes of the longest answer, in which each choice repeats the prompt."""
     bytes_per_token = TOKEN_BYTES + TOP_BYTES * (request.top_logprobs + 1)
     tokens = request.n * (len(request.prompt_ids) + request.max_tokens)
     return BYTES + bytes_per_token * tokens
@@ -94,7 +92,7 @@ class ArrivingSample:
 
     def read(self) -> tuple[list[int], list[float], list[list[tuple[int, float]]]]:
         """Return copies of ids, log-probs and likeliest tokens, equally many: another thread may
-        append, and log-probs come last."""
+        append."""
         logprobs = list(self.logprobs)
         return self.token_ids[: len(logprobs)], logprobs, self.top_logprobs[: len(logprobs)]
 
@@ -104,8 +102,7 @@ Origin = Callable[[int, ArrivingSample], tuple[BehaviorTag, Evictions | None]]
 
 
 class ResponseAssembler:
-    """The choices of one request as they come, whole or in pieces. ServerError for an invalid
-    answer."""
+    """The choices of one request as they come, whole or in pieces. ServerError for an invalid one."""
 
     def __init__(
         self,
@@ -132,7 +129,6 @@ class ResponseAssembler:
             self._take_choice(choice)
 
     def on_line(self, line: bytes) -> None:
-        """Take one line of a stream of server-sent events."""
         kind, _, data = line.strip().partition(b":")
         if kind != b"data" or data.strip() == b"[DONE]":
             return
@@ -147,14 +143,13 @@ class ResponseAssembler:
             self.samples[self._index_of(origin, "the origin of a sample")].stated = origin
 
     def group(self, origin: Origin) -> Group:
-        """Return the finished group. ServerError when a choice has not ended properly."""
+        """Return the finished group. ServerError for a choice that has not ended properly."""
         for i, sample in enumerate(self.samples):
             self._check_end(i, sample)
         return self._group(origin)
 
     def aborted(self, origin: Origin) -> Group:
-        """Return the group with the tokens that have come; samples that had not ended get
-        "abort"."""
+        """Return the group with the tokens that have come; open samples get "abort"."""
         for sample in self.samples:
             sample.finish_reason = sample.finish_reason or "abort"
             sample.given_up = True
@@ -189,18 +184,24 @@ class ResponseAssembler:
         return Group(self.request, rollouts)
 
     def _take_choice(self, choice: Any) -> None:
-        """Add a choice, or the next piece of one, to its sample."""
         index = self._index_of(choice, "a choice of index")
         sample = self.samples[index]
         if sample.finish_reason is not None:
             raise self._invalid(f"choice {index} goes on after its end")
-        self._check_prompt(index, choice.get("prompt_token_ids"))
+        ids = choice.get("prompt_token_ids")
+        if ids is not None and ids != list(self.request.prompt_ids):
+            raise self._invalid(
+                f"choice {index} answers another prompt of {_describe_count(ids)} tokens"
+            )
         self._take_tokens(index, sample, choice)
         reason = choice.get("finish_reason")
         if reason is not None and reason not in REASONS:
             raise self._invalid(f"choice {index} ended with {excerpt(reason)}")
         sample.finish_reason = reason
-        sample.stop_reason = self._stop_reason(index, choice.get("stop_reason"))
+        stop_reason = choice.get("stop_reason")
+        if stop_reason is not None and type(stop_reason) not in (int, str):
+            raise self._invalid(f"choice {index}: stop_reason {excerpt(stop_reason)}")
+        sample.stop_reason = stop_reason
         sample.stated = choice.get("lowroll", sample.stated)
 
     def _index_of(self, item: Any, label: str) -> int:
@@ -210,7 +211,6 @@ class ResponseAssembler:
         return index
 
     def _take_tokens(self, index: int, sample: ArrivingSample, choice: dict[str, Any]) -> None:
-        """Append the new tokens of a choice, packed or as lists, to its sample."""
         logprob_fields = choice.get("logprobs")
         if not isinstance(logprob_fields, dict):
             logprob_fields = {}
@@ -229,7 +229,6 @@ class ResponseAssembler:
         sample.logprobs += map(float, logprobs)
 
     def _check_tokens(self, index: int, ids: Any, logprobs: Any) -> None:
-        """Raise ServerError for other values than token ids and a log-prob for each."""
         if not isinstance(ids, list) or not _are_ids(ids, self.vocab_size):
             raise self._invalid(
                 f"choice {index}: token ids of 0..{self.vocab_size - 1} were expected"
@@ -252,10 +251,8 @@ class ResponseAssembler:
 
     def _top(self, index: int, rows: Any, count: int) -> list[list[tuple[int, float]]]:
         """Return the (id, log-prob) pairs of the likeliest tokens at each of `count` positions,
-        largest first. A position has fewer than were asked for where no more can be drawn.
-
-        rows: one object a position, as {"token_id:5": -0.1, ...}.
-        """
+        largest first: fewer than were asked for where no more can be drawn. rows: one object a
+        position, {"token_id:5": -0.1, ...}: two ids may have one text."""
         num_top = self.request.top_logprobs
         try:
             tops = [_drawable_pairs(entries) for entries in rows or []]
@@ -268,19 +265,8 @@ class ResponseAssembler:
             top.sort(key=lambda pair: (-pair[1], pair[0]))
         return [top[:num_top] for top in tops]
 
-    def _check_prompt(self, index: int, ids: Any) -> None:
-        if ids is not None and ids != list(self.request.prompt_ids):
-            raise self._invalid(
-                f"choice {index} answers another prompt of {_describe_count(ids)} tokens"
-            )
-
-    def _stop_reason(self, index: int, reason: Any) -> int | str | None:
-        if reason is None or type(reason) in (int, str):
-            return reason
-        raise self._invalid(f"choice {index}: stop_reason {excerpt(reason)}")
-
     def _check_end(self, index: int, sample: ArrivingSample) -> None:
-        """Raise ServerError for a sample that has not ended, or whose end its tokens contradict."""
+        """Raise ServerError for a sample that has not ended, or not where its tokens say."""
         count = len(sample.token_ids)
         if sample.finish_reason is None:
             raise self._invalid(f"choice {index} of {self.request.n} has not come, or not ended")
@@ -304,8 +290,8 @@ class TokenScore(NamedTuple):
 
 
 def prompt_logprobs(answer: Any, ids: list[int], what: str) -> list[dict[int, TokenScore]]:
-    """Parse the `prompt_logprobs` of a /v1/completions answer: for each of ids[1:] the scores of
-    tokens at its position by id, itself among them. ServerError for an invalid answer."""
+    """Parse the `prompt_logprobs` of an answer: for each of ids[1:] the scores of tokens at its
+    position by id, itself among them. ServerError for an invalid answer."""
     try:
         positions = answer["choices"][0]["prompt_logprobs"]
         scores_by_position = [_parse_scores(entries) for entries in positions[1:]]
@@ -319,28 +305,13 @@ def prompt_logprobs(answer: Any, ids: list[int], what: str) -> list[dict[int, To
     return scores_by_position
 
 
-def check_sequences(
-    sequences: Sequence[list[int]], prompt_lens: Sequence[int], longest: int, vocab_size: int
-) -> None:
-    """Raise ValueError that names a sequence that cannot be scored in a context of `longest`."""
-    for i, (ids, prompt_len) in enumerate(zip(sequences, prompt_lens, strict=True)):
-        if not 1 <= prompt_len < len(ids) or len(ids) > longest:
-            raise ValueError(
-                f"sequences[{i}]: {len(ids)} tokens with a prompt of {prompt_len} cannot be "
-                f"scored in a context of {longest}"
-            )
-        if min(ids) < 0 or max(ids) >= vocab_size:
-            raise ValueError(f"sequences[{i}]: an id is outside the vocabulary of {vocab_size}")
-
-
 def scoring_call(i: int, body: dict[str, Any], top: int, deadline_s: float) -> HttpCall:
     max_bytes = BYTES + SCORE_BYTES * (top + 1) * len(body["prompt"])
     return HttpCall("POST", PATH, f"score of sequences[{i}]", body, deadline_s, max_bytes, True)
 
 
 def ranked(answer: Any, call: HttpCall, prompt_len: int, top: int) -> Ranked:
-    """Parse the answer of `scoring_call`: the log-probs of the response and the `top` likeliest
-    tokens."""
+    """Parse the answer of `scoring_call`. ServerError."""
     import torch
 
     ids = call.body["prompt"]
@@ -369,8 +340,7 @@ def _likeliest(scores: dict[int, TokenScore], top: int) -> list[tuple[int, float
 
 
 def pack(token_ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, str]:
-    """Encode tokens and as many log-probs bit for bit: base64 of int32 and of float64,
-    little-endian."""
+    """Encode tokens and as many log-probs: base64 of little-endian int32 and float64."""
     count = len(token_ids)
     ids = struct.pack(f"<{count}i", *token_ids)
     values = struct.pack(f"<{count}d", *logprobs)
@@ -397,7 +367,6 @@ def _are_ids(values: list[Any], vocab_size: int) -> bool:
 
 
 def _are_logprobs(values: list[Any]) -> bool:
-    """Return whether all can be log-probs; the sum is not finite where one of them is not."""
     if not values:
         return True
     are_numbers = set(map(type, values)) <= {int, float}
