@@ -1,18 +1,17 @@
-"""The aligned forward (QaRL): the learner multiplies with the tensors that the engine will multiply
-with.
+"""The aligned forward (QaRL): the learner multiplies with the engine's tensors.
 
     align      once: every linear weight W gets its Q(W), and the forward runs on it (`model.linear`)
     transpose  once: every linear weight gets fp8 codes of W', with which input gradients are multiplied
     refresh    after every optimiser update, and after a restore: all codes are made again, in place
 
-Between two updates the codes are fixed: all micro-batches, the old log-probs and the publication
-use the same Q(W). `weights.publish` copies them, so the `digest` of learner and engine are equal.
-Over a quantized base (LoRA) Q(W) is the base itself. Embeddings, norms and lm_head stay dense. In the
-model's own floating-point format the aligned forward is the plain one, up to the order of sums where
-the engine multiplies from a packed copy (`quant.dense`).
+Between two updates all micro-batches, the old log-probs and the publication use the same Q(W), so
+the `digest` of learner and engine are equal. Over a quantized base (LoRA) Q(W) is the base itself.
+Embeddings, norms and lm_head stay dense. In the model's own floating-point format the aligned forward
+is the plain one, up to the order of sums where the engine multiplies from a packed copy
+(`quant.dense`).
 
 The gradient's product dX = dY W sums over the rows of W, along which a scale must not change, so it
-has codes of its own with one scale a column of W, for one more byte a weight.
+has codes of its own with one scale a column of W, a byte a weight.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ from lowroll.quant.formats import QTensor, get_format
 
 
 def align(model: Transformer, format: str) -> Transformer:
-    """Run every linear layer's forward in the arithmetic of `format`. ValueError for a low-bit base in
-    another one."""
+    """Run every linear layer's forward in `format`. ValueError for a low-bit base in another one."""
     for name, linear in model.linears():
         base = linear.weight
         expected_format = get_format(format).of(name).name  # ValueError before anything is aligned
@@ -49,8 +47,7 @@ def align(model: Transformer, format: str) -> Transformer:
 
 
 def realign(model: Transformer, format: str) -> Transformer:
-    """Align with another format. Over a quantized base, and for plain floating point, that is the
-    dense forward."""
+    """Align with another format: the dense forward over a quantized base, and for plain floats."""
     dense = get_format(format).dense
     for name, linear in model.linears():
         if dense or isinstance(linear.weight, QTensor):
@@ -62,8 +59,8 @@ def realign(model: Transformer, format: str) -> Transformer:
 
 @torch.no_grad()
 def transpose(model: Transformer) -> Transformer:
-    """Multiply every linear layer's input gradients in fp8. ValueError for experts, before anything
-    changes."""
+    """Multiply every linear layer's input gradients in fp8. ValueError for experts, before any
+    change."""
     for name, linear in model.linears():
         if isinstance(linear, StackedLinear):
             raise ValueError(f"{name}: the products of experts have no gradient in fp8")
@@ -75,7 +72,7 @@ def transpose(model: Transformer) -> Transformer:
 @torch.no_grad()
 def refresh(model: Transformer) -> None:
     """Remake the codes of trainable weights in place. ValueError names a weight that is not finite,
-    before any block read together with it is written."""
+    before a block read with it is written."""
     if not any(_has_codes(linear) for _, linear in model.linears()):
         return
     for blocks in model.read_blocks(model):
@@ -87,8 +84,6 @@ def _has_codes(linear: Linear) -> bool:
 
 
 def _requantize_blocks(blocks: list[Block]) -> None:
-    """Remake the codes of the blocks' trainable weights in place. ValueError for a weight that is
-    not finite, before the first is written."""
     trainable: list[tuple[str, Linear, nn.Parameter]] = []
     for block in blocks:
         for name, module in block.named_modules():
@@ -123,7 +118,7 @@ def suspended(model: Transformer) -> Iterator[Transformer]:
 
 @contextmanager
 def dequantized(model: Transformer) -> Iterator[Transformer]:
-    """Run an aligned model in the block on a dense copy of its codes, with unquantized activations."""
+    """Run an aligned model in the block on a dense copy of its codes, its activations unquantized."""
     model_codes = [linear.aligned for _, linear in model.linears()]
     with suspended(model):
         for (_, linear), layer_codes in zip(model.linears(), model_codes, strict=True):

@@ -12,14 +12,14 @@ q, k, v, after the MLP for gate and up, and after themselves for o and down. Pro
 norms, the rows of v for o (only where every query head has a v of its own), and the rows of up for
 down (AWQ, arXiv 2306.00978, section 3; the ratio and both means as in llm-compressor). Deviations:
 
-1. s = 1 is a candidate too. Ratio 0 is another: s = 1 / wm.
-2. Dividing a producer's rows changes its own rounding. So the whole quantized block is measured at
-   the end, and restored when the scales did not improve it.
+1. s = 1 is a candidate too.
+2. A producer's own rounding changes, so the whole quantized block is measured at the end, and
+   restored when it did not improve.
 3. Q(W s) meets x / s in the format's own arithmetic: for W8A8 the rounding of activations counts.
 4. The optional search for clipped ranges is left out.
 
-Inputs are those of the dense model. Memory: the residual stream before and after a block (T x D
-numbers each), the quantized candidates of one matrix, and the activations of one chunk.
+Inputs are those of the dense model. Memory: two residual streams (T x D numbers each), the quantized
+candidates of one matrix, and the activations of one chunk.
 
 Legend: T calibration tokens, D hidden size, K in features, N out features.
 """
@@ -43,8 +43,8 @@ RATIOS = tuple(i / 20 for i in range(20))
 
 @dataclass(frozen=True)
 class Calibrated:
-    """The effect of AWQ on a block: mean squared errors of its quantized output before and after,
-    and the ratio of each mapping (None: s = 1). kept: False when the block was restored."""
+    """The mean squared errors of a block's quantized output before and after, and the ratio of each
+    mapping (None: s = 1). kept: False when the block was restored."""
 
     plain_error: float
     error: float
@@ -54,8 +54,8 @@ class Calibrated:
 
 @dataclass(frozen=True)
 class Mapping:
-    """A producer whose output channels are divided by s, and the linear that reads them. output: runs
-    from its inputs to where the error is measured."""
+    """A producer whose output channels are divided by s, and their reader. output: runs from its
+    inputs to where the error is measured."""
 
     name: str
     reader: Linear
@@ -71,8 +71,8 @@ def calibrate(
     sequences: Sequence[Sequence[int]],
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Calibrated]:
-    """Rescale a dense model in place, so that its linears lose less when quantized to `format`; the
-    logits stay up to rounding. Return a record a block.
+    """Rescale a dense model in place for quantization to `format`; the logits stay up to rounding.
+    Return a record a block.
 
     sequences: token ids of the calibration text. on_progress(done, total) counts blocks. ValueError,
     before anything changes, as `blockwise.check`.
@@ -92,7 +92,7 @@ def calibrate(
 
 
 def factors(w_NK: Tensor, loudness_K: Tensor, ratio: float, group: int | None) -> Tensor:
-    """Return the factors s_K of a ratio, float32. loudness_K: the mean |x| of each channel."""
+    """Return s_K of a ratio, float32. loudness_K: the mean |x| of each channel."""
     weight_K = _relative_magnitude(w_NK, group)
     s_K = (loudness_K.float() ** ratio / (weight_K ** (1 - ratio) + 1e-4)).clamp_min(1e-4)
     return s_K / (s_K.max() * s_K.min()).sqrt()
@@ -101,7 +101,6 @@ def factors(w_NK: Tensor, loudness_K: Tensor, ratio: float, group: int | None) -
 def _calibrate_block(
     block: Block, format: Format, x_TD: Tensor, y_TD: Tensor, chunks: list[Chunk]
 ) -> Calibrated:
-    """Calibrate the mappings of a block, and restore it where its error did not fall."""
     original_weights = {name: p.clone() for name, p in block.named_parameters()}
     plain_error = _block_error(block, format, x_TD, y_TD, chunks)
     ratios = {
@@ -117,7 +116,7 @@ def _calibrate_block(
 
 
 def _calibrate_mapping(mapping: Mapping, format: Format, chunks: list[Chunk]) -> float | None:
-    """Fold the best factors of a mapping into its weights; return their ratio, None for s = 1."""
+    """Fold the best factors into a mapping's weights; return their ratio, None for s = 1."""
     weight = mapping.reader.weight
     assert isinstance(weight, nn.Parameter)
     abs_sums = torch.stack([mapping.inputs(c).abs().sum(0, dtype=torch.float32) for c in chunks])
@@ -138,8 +137,7 @@ def _calibrate_mapping(mapping: Mapping, format: Format, chunks: list[Chunk]) ->
 def _candidate_errors(
     mapping: Mapping, format: Format, chunks: list[Chunk], candidates: list[Tensor]
 ) -> list[float]:
-    """Return the squared error of a mapping's output for each candidate s_K, with Q(W s) in place
-    of W and x / s in place of x, summed over the chunks."""
+    """Return the squared error of a mapping's output over all chunks, for each candidate s_K."""
     weight = mapping.reader.weight
     errors = [0.0] * len(candidates)
     assert isinstance(weight, nn.Parameter)
@@ -151,7 +149,7 @@ def _candidate_errors(
             divided_TK = (x_TK.float() / s_K).to(x_TK.dtype)
             with multiplying((mapping.reader, candidate_weight)):
                 errors[i] += _squared_distance(mapping.output(divided_TK, chunk), dense_TD)
-            # kernels' copies of all candidates would be as large as many layers
+            # kernels' copies of all candidates would be large
             candidate_weight.packed.clear()
     return errors
 
@@ -175,8 +173,8 @@ def _block_error(
 
 
 def _mappings(block: Block, x_TD: Tensor) -> list[Mapping]:
-    """Return the mappings of a block whose scales can be folded, in the order of its forward pass.
-    Their functions run the block's current weights. x_TD: the residual stream before it."""
+    """Return a block's mappings in the order of its forward pass. Their functions run its current
+    weights. x_TD: the residual stream before it."""
     input_norm, mlp_norm = block.pre_norms
     v_rows = slice(-block.kv_heads * block.head_dim, None)
     up_rows = slice(block.gate_up.weight.shape[0] // 2, None)

@@ -1,7 +1,4 @@
-"""Calibration text through a model, one block at a time, for `weights.awq` and `weights.gptq`.
-
-Chunks of sequences bound the memory of the activations; the residual streams are held whole.
-"""
+"""Calibration text through a model, a block and a chunk of sequences at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ CHUNK_TOKENS = 8192
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some sequences: their rows among the T tokens, and their attention."""
+    """Some sequences' rows among the T tokens, and their attention."""
 
     rows: slice
     cos: Tensor
@@ -35,7 +32,7 @@ class Chunk:
 def embed_in_chunks(
     model: Transformer, sequences: Sequence[Sequence[int]]
 ) -> tuple[Tensor, list[Chunk]]:
-    """Return the embedded tokens of sequences, and chunks of whole sequences."""
+    """Return the embedded tokens, and chunks of whole sequences."""
     ids_T = torch.tensor([token for ids in sequences for token in ids], device=model.device)
     return model.embed(ids_T), list(_in_chunks(model, [len(ids) for ids in sequences]))
 
@@ -111,8 +108,8 @@ def why_not(spec: ModelSpec) -> str | None:
 
 
 def check_dense(method: str, model: Transformer, sequences: Sequence[Sequence[int]]) -> None:
-    """Raise ValueError for a model with quantized weights, experts or an adapter, and sequences
-    that are empty or outside the vocabulary or context."""
+    """Raise ValueError for a model with quantized weights, experts or an adapter, and for sequences
+    outside the vocabulary or context."""
     for name, linear in model.linears():
         if (
             isinstance(linear.weight, QTensor)

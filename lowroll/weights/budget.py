@@ -2,16 +2,14 @@
 fidelity allows.
 
     1  single    every layer alone in its smallest format: the KL of the dense model to it, on
-                 calibration tokens. In the other formats the KL is scaled by the squared error of
-                 the layer's own output.
+                 calibration tokens, from its own block on. Larger formats scale it by the squared
+                 error of the layer's output.
     2  order     from all layers in their smallest format, steps to larger ones, those first that
                  save most KL a bit (the lower convex hull of each layer's choices)
     3  whole     the model after so many steps is measured, and the number of steps is bisected
 
 Errors of single layers add up nearly (on SmolLM2 0.67 for a whole of 0.63), so they give the order;
-only measurements of the whole model are reported. A layer is measured from its own block on, over the
-dense model's residual stream. Formats multiply in their own arithmetic, so the rounding of
-activations counts.
+only measurements of the whole model are reported, in the formats' own arithmetic.
 
 Legend: T calibration tokens, D hidden size, K in features, N out features, V vocabulary.
 """
@@ -19,7 +17,7 @@ Legend: T calibration tokens, D hidden size, K in features, N out features, V vo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -53,8 +51,7 @@ class Calibration:
     starts: Sequence[int]
 
     def cut(self, tokens: int, piece: int) -> Calibration:
-        """Return the first `piece` tokens of the first sequences that together hold `tokens`. All
-        count."""
+        """Return the first `piece` tokens of the sequences that first hold `tokens`. All count."""
         cut_sequences: list[Sequence[int]] = []
         while len(cut_sequences) < len(self.sequences) and sum(map(len, cut_sequences)) < tokens:
             cut_sequences.append(self.sequences[len(cut_sequences)][:piece])
@@ -75,8 +72,7 @@ class Point:
 class Allocation:
     """The formats of a model's linear layers under a budget; `dense` is the run's own dtype.
 
-    kl: of the dense model to it, in nats a token, on `tokens` tokens. bits: of a weight, with scales.
-    measured: all measurements, by bits.
+    kl: in nats a token, on `tokens` tokens. bits: of a weight, with scales. measured: by bits.
     """
 
     assignment: dict[str, str]
@@ -99,8 +95,8 @@ class _Choice:
 
 
 class _Step(NamedTuple):
-    """A step of a layer from choice `number` of its hull to the next. Steps are ordered by `slope`,
-    the change of the KL a byte: those that save most come first."""
+    """A layer's step from choice `number` of its hull to the next. slope: the change of the KL a
+    byte, the order of steps."""
 
     slope: float
     layer: str
@@ -114,10 +110,10 @@ def allocate(
     calibration: Calibration,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Allocation:
-    """Choose the format of every linear layer of a dense model without changing the model.
+    """Choose the format of every linear layer of a dense model, which stays as it is.
 
     on_progress(done, total) counts layers. ValueError as by `blockwise.check_dense`, and for an
-    unreachable budget, with the measured points.
+    unreachable budget.
     """
     start_time = time.monotonic()
     search = _Search(model, budget)
@@ -169,20 +165,15 @@ class _Search:
         """Measure every layer alone, and order the steps."""
         reference = Reference(self.model, calibration)
         steps: list[_Step] = []
-        for done, (block, name, linear) in enumerate(_layers_by_block(self.model)):
-            hull = _hull(self._choices(reference, block, name, linear))
-            self.hulls[name] = hull
+        for done, (name, linear) in enumerate(self.model.linears()):
+            hull = self.hulls[name] = _hull(self._choices(reference, name, linear))
             for i, (smaller, larger) in enumerate(pairwise(hull)):
                 steps.append(_Step(_slope(smaller, larger), name, i))
             if on_progress is not None:
                 on_progress(done + 1, len(self.sizes))
         self.order = [step.layer for step in sorted(steps)]
 
-    def _choices(
-        self, reference: Reference, block: int, name: str, linear: Linear
-    ) -> list[_Choice]:
-        """Return the formats that fit the layer's shape, the smallest first. The KL of that one is
-        measured; larger ones scale it by the squared error of the layer's output."""
+    def _choices(self, reference: Reference, name: str, linear: Linear) -> list[_Choice]:
         formats_by_size = sorted(
             (self._bytes(candidate, linear), candidate)
             for candidate in self.budget.candidates
@@ -190,6 +181,7 @@ class _Search:
         )
         if not formats_by_size:
             raise ValueError(f"rollout.weights: no format of the budget can hold {name}")
+        block = int(name.split(".")[1])
         x_TK = reference.input_of(block, linear)
         dense_TN = linear(x_TK)
         choices: list[_Choice] = []
@@ -240,7 +232,7 @@ class _Search:
         return sum(choice.nbytes for choice in self._chosen(steps).values())
 
     def measure(self, steps: int) -> Point:
-        """Return the measurement of the whole model after so many steps, each made once."""
+        """Return the measurement after so many steps, made once."""
         if steps not in self.points:
             linears = dict(self.model.linears())
             codes = {
@@ -254,8 +246,8 @@ class _Search:
         return self.points[steps]
 
     def find(self) -> int:
-        """Return the number of steps that meets the budget: the fewest for a `max_kl`, else the
-        most that its size allows. ValueError when none does."""
+        """Return the number of steps: the fewest for a `max_kl`, else the most that the size
+        allows. ValueError when none meets the budget."""
         budget = self.budget
         max_steps = len(self.order)
         while max_steps >= 0 and not self._small_enough(max_steps):
@@ -270,11 +262,8 @@ class _Search:
         return self._fewest(max_steps, budget.max_kl)
 
     def _fewest(self, few: int, max_kl: float) -> int:
-        """Return the fewest steps that meet `max_kl`, to FINE_BITS. few: a number that does.
-
-        A bisection that measures the whole model first where the sum of its layers' KLs, scaled as
-        in the last measurement, predicts the answer.
-        """
+        """Return the fewest steps that meet `max_kl`, to FINE_BITS, by a bisection that begins where
+        the sum of layers' KLs, scaled as last measured, predicts the answer. few: enough steps."""
         summed_kl = [
             sum(choice.kl for choice in self._chosen(steps).values()) for steps in range(few + 1)
         ]
@@ -309,8 +298,8 @@ class _Search:
 
 
 class Reference:
-    """The dense model on calibration tokens: its residual stream before each block, and log-probs at
-    the counted positions. ValueError as by `blockwise.check_dense`."""
+    """The dense model's residual streams and log-probs on calibration tokens. ValueError as by
+    `blockwise.check_dense`."""
 
     def __init__(self, model: Transformer, calibration: Calibration) -> None:
         check_dense("rollout.weights", model, calibration.sequences)
@@ -345,7 +334,6 @@ class Reference:
         return whole(block, x_TD, self.cos, self.sin, self.attend)
 
     def _ends(self, x_TD: Tensor) -> tuple[Tensor, ...]:
-        """Return normed hidden states of the counted positions, in chunks."""
         return self.model.final(x_TD[self.counted_T]).split(HEAD_TOKENS)
 
     def _logprobs(self, x_TD: Tensor) -> Tensor:
@@ -367,8 +355,8 @@ class Reference:
 
 
 def _counted_rows(lengths: Sequence[int], starts: Sequence[int]) -> list[int]:
-    """Return the rows, among the tokens of all sequences, whose log-probs are compared: those that
-    predict a token that counts. A sequence of one token has its only row."""
+    """Return the rows, among all tokens, that predict a token that counts. A sequence of one token
+    has its only row."""
     rows: list[int] = []
     offset = 0
     for length, start in zip(lengths, starts, strict=True):
@@ -379,8 +367,7 @@ def _counted_rows(lengths: Sequence[int], starts: Sequence[int]) -> list[int]:
 
 
 def _hull(choices: Sequence[_Choice]) -> list[_Choice]:
-    """Return the lower convex hull of a layer's choices in bytes and KL. Both are in ascending
-    order of bytes."""
+    """Return the lower convex hull, in bytes and KL, of choices in ascending order of bytes."""
     hull: list[_Choice] = []
     for choice in choices:
         if hull and choice.kl >= hull[-1].kl:
@@ -395,8 +382,3 @@ def _hull(choices: Sequence[_Choice]) -> list[_Choice]:
 
 def _slope(a: _Choice, b: _Choice) -> float:
     return (b.kl - a.kl) / (b.nbytes - a.nbytes)
-
-
-def _layers_by_block(model: Transformer) -> Iterator[tuple[int, str, Linear]]:
-    for name, linear in model.linears():
-        yield int(name.split(".")[1]), name, linear

@@ -1,9 +1,6 @@
 """Tensors derived from a learner's weights: an adapter's copies for products, and the codes of an
-aligned layer.
-
-Code that changes the weights calls `renew` after every optimizer update and after a restore. A
-kernel that writes through an address, or a gather of shards into existing storage, leaves the
-address and autograd's version counter unchanged, so the change cannot be detected.
+aligned layer. Whoever changes the weights calls `renew`: neither an address nor autograd's version
+counter shows what kernels and gathers of shards write into existing storage.
 """
 
 from __future__ import annotations

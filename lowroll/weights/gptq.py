@@ -1,21 +1,19 @@
-"""GPTQ: round a weight column by column, and let the remaining columns compensate the error of
-each.
+"""GPTQ: round a weight column by column, and let the later columns compensate each error.
 
     H = sum_t x_t x_t' + damping I      of the inputs that the matrix reads on calibration text
     U = the upper Cholesky factor of H^-1,  U' U = H^-1
     e = (w_k - round(w_k)) / U_kk,          w_j <- w_j - e U_kj    for every column j > k
 
 Columns are taken from the loudest to the quietest by H's diagonal, with the scales of groups chosen
-before (static groups), so the codes have the usual layout (GPTQ, arXiv 2210.17323, algorithm 1; the
-order is `desc_act` of AutoGPTQ). A group's range is stretched or cut to minimise the loss of its
-nearest codes, weighted by H's diagonal: on SmolLM2 that removes a quarter of the remaining KL.
-Matrices are taken in the order of the forward pass, over the outputs of the rounded ones before.
-GPTAQ, which moves weights towards what the dense model reads there, lost on other text. Where the
-result is further from the dense product on the text than rounding to nearest, the nearest codes are
-kept.
+before, so the codes have the usual layout (GPTQ, arXiv 2210.17323, algorithm 1; the order is
+`desc_act` of AutoGPTQ). A group's range is stretched or cut to minimise the loss of its nearest
+codes, weighted by H's diagonal: on SmolLM2 that removes a quarter of the remaining KL. Matrices are
+taken in the order of the forward pass, over the outputs of the rounded ones before (GPTAQ lost on
+other text). Where the product on the text is further from the dense one than with nearest codes,
+those are kept.
 
-Memory: the residual stream before a block and behind its attention, the heads (T x D numbers each),
-the activations of one chunk, and H of one matrix, K x K in float32; factors are in float64.
+Memory: two residual streams and the heads (T x D numbers each), the activations of one chunk, and H
+of one matrix, K x K in float32; factors are in float64.
 
 Legend: T calibration tokens, D hidden size, Q width of the heads, K in features, N out features, B
 columns of a panel.
@@ -49,8 +47,8 @@ PANEL = 128  # columns whose errors reach the later ones in one product
 
 @dataclass(frozen=True)
 class Rounded:
-    """A rounded linear weight, and the relative squared error of its product on the calibration
-    text, rounded to nearest and as kept."""
+    """A rounded linear weight, and the relative squared errors of its product on the calibration
+    text: rounded to nearest, and as kept."""
 
     name: str
     format: str
@@ -65,13 +63,12 @@ def round_base(
     sequences: Sequence[Sequence[int]],
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Rounded]:
-    """Replace every linear weight of a dense model for good by its QTensor in `format`, rounded
-    with compensation, or to nearest where a layer's format has no grid. Return a record a matrix.
+    """Replace every linear weight of a dense model by its QTensor in `format`, rounded with
+    compensation, or to nearest where a layer's format has no grid. Return a record a matrix.
 
-    sequences: token ids of the calibration text, best sampled from the model itself.
-    on_progress(done, total) counts blocks. ValueError, before anything changes, as
-    `blockwise.check`, and for a format that has no grid or does not fit a matrix; later for a weight
-    that is not finite.
+    sequences: token ids, best sampled from the model itself. on_progress(done, total) counts blocks.
+    ValueError, before anything changes, as `blockwise.check`, and for a format that has no grid or
+    does not fit a matrix; later for a weight that is not finite.
     """
     chosen_format = get_format(format)
     check("gptq", model, chosen_format, sequences)
@@ -103,11 +100,11 @@ def round_base(
 def fitted(
     w_NK: Tensor, loudness_K: Tensor, form: Gridded, stretches: Sequence[float]
 ) -> Tensor | float:
-    """Return the stretch of each group [N, G] with the least squared error of nearest codes, each
-    column weighted by its loudness; of equal ones the first. A single stretch is returned itself.
+    """Return the stretch of each group [N, G] with the least squared error of nearest codes, weighted
+    by loudness; of equal ones the first. A single stretch is returned itself.
 
     loudness_K: the sum over the tokens of x^2. stretches: candidates for the range of a group's
-    codes, as multiples of the range of its weights.
+    codes, in ranges of its weights.
     """
     if len(stretches) == 1:
         return stretches[0]
@@ -125,8 +122,8 @@ def fitted(
 
 
 def compensated(w_NK: Tensor, gram_KK: Tensor, grid: Grid) -> Tensor:
-    """Return the weights [N, K] after compensation, in float32. They are not on the grid: the value
-    nearest to each is the one that its code stands for. gram_KK: sum over the tokens of x x'."""
+    """Return the weights [N, K] after compensation, float32, whose nearest values on the grid are
+    those of the codes. gram_KK: sum over the tokens of x x'."""
     gram_KK = gram_KK.double()
     loudness_K = gram_KK.diagonal()
     order_K = torch.argsort(loudness_K, descending=True, stable=True)
@@ -167,10 +164,10 @@ def _round_block(
     chunks: list[Chunk],
     round_linear: Callable[[Linear, Iterable[Tensor]], None],
 ) -> Tensor:
-    """Round a block's linears in the order of its forward pass, each on the outputs of the rounded
-    ones before. x_TD: the rounded model's residual stream before the block; return that after it.
+    """Round a block's linears in the order of its forward pass. x_TD: the rounded model's residual
+    stream before the block; return that after it.
 
-    round_linear: rounds a linear in place, given its inputs by chunk, which are made one at a time.
+    round_linear: rounds a linear in place, given its inputs by chunk, made one at a time.
     """
     input_norm, mlp_norm = block.pre_norms
 
@@ -192,8 +189,7 @@ def _round_block(
 
 
 def _round_linear(name: str, linear: Linear, form: Format, inputs: Iterable[Tensor]) -> Rounded:
-    """Quantize a linear in place: with compensation where its format has a grid, unless nearest
-    codes lose less of the product with its inputs. inputs: what it reads, by chunk."""
+    """Quantize a linear in place. inputs: what it reads, by chunk."""
     weight = linear.weight
     assert isinstance(weight, nn.Parameter)
     gram_KK = sum_of_products(inputs, linear.in_features, weight.device)
@@ -218,14 +214,13 @@ def _round_linear(name: str, linear: Linear, form: Format, inputs: Iterable[Tens
 def encode(
     w_NK: Tensor, gram_KK: Tensor, form: Gridded, stretches: Sequence[float] | None = None
 ) -> QTensor:
-    """Return the QTensor of a matrix, rounded with compensation. gram_KK: sum over the tokens of x
-    x'. stretches: candidates for each group, as of `fitted`; by default STRETCHES, and for a format
-    with floating levels its own scales alone."""
+    """Return the QTensor of a matrix, rounded with compensation. gram_KK: as of `compensated`.
+    stretches: as of `fitted`; by default STRETCHES, for floating levels the first alone."""
     if stretches is None:
         stretches = STRETCHES[:1] if form.floating else STRETCHES
     shape = (w_NK.shape[0], w_NK.shape[1])
     w_NK = form.turned(w_NK)
-    # `turned` rotates the columns, and x x' of rotated inputs is rotated on both sides
+    # rotated inputs have x x' rotated on both sides
     gram_KK = form.turned(form.turned(gram_KK).t().contiguous())
     stretch_NG = fitted(w_NK, gram_KK.diagonal(), form, stretches)
     scales = form.scales(w_NK, stretch_NG)
@@ -245,7 +240,7 @@ def sum_of_products(inputs: Iterable[Tensor], num_in: int, device: torch.device)
 
 
 def _output_square(w_NK: Tensor, gram_KK: Tensor) -> float:
-    """Return the sum over the tokens of |W x|^2, which is the trace of W gram W'."""
+    """Return the sum over the tokens of |W x|^2: the trace of W gram W'."""
     return float(((w_NK @ gram_KK) * w_NK).sum(dtype=torch.float64).clamp_min(1e-30))
 
 

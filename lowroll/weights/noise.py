@@ -3,9 +3,9 @@ engine's norm weights.
 
     w' = w + z,    z ~ N(0, sigma^2) a channel,    fresh at every publication, on the clean weights of that version
 
-in the input and post-attention norms. Behind a norm the noise multiplies the columns of q, k, v,
-gate and up by 1 + z / w, in every weight format. The engine keeps these norms in float32: in bfloat16
-a sigma below 5e-4 would not change a weight of size 1. Norms that carry an s of update-aware scaling
+in the input and post-attention norms: the noise multiplies the columns of q, k, v, gate and up by
+1 + z / w, in every weight format. The engine keeps these norms in float32: in bfloat16 a sigma below
+5e-4 would not change a weight of size 1. Norms that carry an s of update-aware scaling
 (`model.scaling`) get s z, which leaves the noisy policy the same.
 
 sigma falls in stages, sigma_0 = sigma_start to sigma_{n-1} = sigma_end, with p = i / (n - 1):
@@ -19,8 +19,8 @@ and the run is cut into equal intervals, the first without noise. Variant `code`
 and Surogate's): num_stages intervals with n = num_stages - 1; `paper` (Eq. 8): n = num_stages
 values after the first interval. The interval of step t of T is floor(t K / T), in whole numbers.
 
-A draw is a function of (seed, version, norm). The learner uses clean norms, and the correction
-accounts for the difference; `share` gives it the noisy ones.
+A draw is a function of (seed, version, norm). The learner uses clean norms, unless `share` gives it
+the noisy ones.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class NoiseSchedule:
 
 
 def noisy_norms(model: Transformer) -> Iterator[tuple[str, RMSNorm]]:
-    """Yield the norms that take noise, by name: those in front of attention and MLP."""
+    """Yield the norms that take noise, by name."""
     for name, module in model.named_modules():
         if isinstance(module, Block):
             if module.input_norm is not None:

@@ -2,8 +2,8 @@
 in place.
 
 `rollout_copy` makes the engine's model once; `publish` refills it after each step without moving a
-storage. Under LoRA a quantized base is shared, and only the adapter is published. The codes of an
-aligned learner (`weights.aligned`) are copied. `digest` verifies what the engine holds.
+storage. Under LoRA a quantized base is shared, and only the adapter is published. An aligned
+learner's codes (`weights.aligned`) are copied.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ COMPARED_ROWS = 4096  # of an embedding
 
 
 def quantize_base(model: Transformer, format: str) -> Transformer:
-    """Replace every linear weight by its QTensor, for good: the frozen base of LoRA. Weights that are
-    already in the format stay."""
+    """Replace every linear weight by its QTensor: the frozen base of LoRA. Weights in the format
+    stay."""
     _warn_of_conversion(model, format)
     for name, linear in model.linears():
         linear.set_weight(quantized(name, linear, format))
@@ -47,7 +47,7 @@ def quantize_base(model: Transformer, format: str) -> Transformer:
 
 @torch.no_grad()
 def dequantize_base(model: Transformer) -> Transformer:
-    """Replace a low-bit model's QTensors by dequantized masters that can learn."""
+    """Replace QTensors by dequantized masters that can learn."""
     for _, linear in model.linears():
         if isinstance(linear.weight, QTensor):
             linear.set_weight(nn.Parameter(linear.weight.dequantize(model.dtype)))
@@ -57,21 +57,19 @@ def dequantize_base(model: Transformer) -> Transformer:
 def rollout_load(
     folder: Path, format: str, device: torch.device | str, dtype: torch.dtype, noisy: bool = False
 ) -> Transformer:
-    """Return `rollout_copy` of a folder's model, in the memory of one model and sharing nothing.
-    ValueError as by `hf.load`."""
+    """Return `rollout_copy` of a folder's model, in the memory of one. ValueError as by `hf.load`."""
     return rollout_copy(hf.load(folder, device, dtype, format), format, dtype, noisy, owned=True)
 
 
 def rollout_copy(
     master: Transformer, format: str, dtype: torch.dtype, noisy: bool = False, owned: bool = False
 ) -> Transformer:
-    """Return the engine's model: linear weights in `format`, everything else in `dtype`, ready for
-    `publish`.
+    """Return the engine's model: linear weights in `format`, everything else in `dtype`.
 
     Weights that the master holds in that format are shared, and with them its frozen norms and
     embeddings when `dtype` is the master's; the rest is copied. noisy: the norms that take noise are
-    the engine's own, in float32; without noise the model computes the same bits. owned: the master is
-    consumed, and its tensors belong to the new model.
+    the engine's own, in float32; without noise the bits are the same. owned: the master's tensors
+    belong to the new model.
     """
     _warn_of_conversion(master, format)
     rollout = Transformer(master.spec, "meta", dtype, ENGINE)
@@ -115,8 +113,7 @@ def _fill_other_parameters(
 
 
 def beside(master: Transformer, rollout: Transformer, format: str) -> Transformer:
-    """Return a second engine model, with linear weights in another format and the other tensors of
-    `rollout`."""
+    """Return a second engine model: linear weights in another format, other tensors `rollout`'s."""
     second_model = Transformer(rollout.spec, "meta", rollout.dtype, ENGINE)
     for name, parameter in rollout.named_parameters():
         if ".adapter." not in name:
@@ -142,9 +139,9 @@ def publish(
     """Refill the engine's model, and the model `beside` it, from the master in place, except for
     shared tensors.
 
-    The result is a function of the master's weights and `noise`. ValueError, before anything is
-    written, names a master of other sizes, another adapter, another base than the shared one, a
-    linear weight that is not finite, or noise for an engine that was not made for it.
+    ValueError, before anything is written, names a master of other sizes, another adapter, another
+    base than the shared one, a linear weight that is not finite, or noise for an engine that was not
+    made for it.
     """
     dense_weights = {
         name: linear.weight
@@ -185,8 +182,8 @@ def publish(
 def _refill_linears(
     master: Transformer, engine: Transformer, shared: Set[str], amax_by_name: Mapping[str, Tensor]
 ) -> None:
-    """Refill an engine model's linear weights, except for shared ones. amax_by_name: max |w| of the
-    master's dense weights, by layer."""
+    """Refill an engine model's own linear weights. amax_by_name: max |w| of the master's dense
+    weights, by layer."""
     for (name, engine_linear), (_, master_linear) in zip(
         engine.linears(), master.linears(), strict=True
     ):
@@ -208,8 +205,8 @@ def first_difference(
     master: Transformer, rollout: Transformer, block: int, noisy: bool = False
 ) -> str | None:
     """Return the first tensor of one block, or outside all blocks, that is not what `publish` makes of
-    the master; None where all are. Of dense tensors COMPARED_ROWS rows count. A frozen low-bit base
-    is not compared, nor are `noisy` norms."""
+    the master, or None. COMPARED_ROWS of dense tensors count; a frozen low-bit base and `noisy` norms
+    do not."""
     prefix = f"blocks.{block}."
     noisy_names = {f"{name}.weight" for name, _ in noisy_norms(rollout)} if noisy else set()
     master_parameters = dict(master.named_parameters())
@@ -249,8 +246,7 @@ def norms_without_noise(rollout: Transformer) -> list[str]:
 
 
 def drawn_noise(noise: Noise | None, rollout: Transformer) -> dict[str, Tensor]:
-    """Return the noise by parameter name, on the device. ValueError for an engine that was not made
-    for it."""
+    """Return the noise by parameter name, on the device. ValueError for an engine not made for it."""
     noise_by_name = {f"{name}.weight": noise_D for name, noise_D in draw(rollout, noise).items()}
     if not noise_by_name:
         return {}
@@ -269,7 +265,6 @@ def _check_fits(
     mine: dict[str, nn.Parameter],
     targets: dict[str, nn.Parameter],
 ) -> None:
-    """Raise ValueError as `publish`, except for values and noise."""
     if master.spec != rollout.spec:
         raise ValueError("publish: the master's sizes are not those of the engine's model")
     mismatched = sorted(
@@ -305,11 +300,8 @@ def _check_fits(
 
 
 def digest(model: Transformer) -> str:
-    """Return 32 hex digits over every weight's bytes, name, shape and dtype.
-
-    An adapter's scaling counts as a weight, an engine's unused adapter capacity does not. Of an
-    aligned learner the codes count, on which its forward runs.
-    """
+    """Return 32 hex digits over every weight's bytes, name, shape and dtype. An adapter's scaling
+    counts, an engine's unused adapter capacity does not; of an aligned learner the codes count."""
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     scalings: dict[str, float] = {}
     for name, linear in model.linears():
@@ -347,7 +339,7 @@ _LINEAR_WEIGHTS = tuple(f"{name}.weight" for name in _LINEARS)
 
 
 def _engine_weight(name: str, linear: Linear, format: str) -> QTensor:
-    """Return `quantized` for an engine, with a copy of codes that the learner will refresh."""
+    """Return `quantized` for an engine: a copy of codes that the learner will refresh."""
     weight = quantized(name, linear, format)
     if weight is linear.aligned and weight is not linear.weight:
         return weight.clone()
@@ -361,8 +353,7 @@ def _engine_weight(name: str, linear: Linear, format: str) -> QTensor:
 
 
 def _refill_codes(name: str, target: QTensor, linear: Linear, amax_1: Tensor | None) -> None:
-    """Write `quantized` into the storages of `target`. Codes of the same base in another format
-    stay."""
+    """Write `quantized` into `target`, unless its codes are of the same base."""
     if linear.aligned is not None and linear.aligned.format == target.format:
         target.copy_(linear.aligned)
     elif isinstance(linear.weight, nn.Parameter):
@@ -373,7 +364,6 @@ def _refill_codes(name: str, target: QTensor, linear: Linear, amax_1: Tensor | N
 
 
 def _warn_of_conversion(model: Transformer, format: str) -> None:
-    """Warn when low-bit weights of a model are not used in `format` as they are stored."""
     base_name = model.weight_format
     if base_name is None or get_format(base_name).dense:
         return
@@ -408,5 +398,4 @@ def _copy_adapter(adapter: Adapter) -> Adapter:
 
 @cache
 def _number_checksum(value: float) -> int:
-    """Return the checksum of a number as a tensor."""
     return checksum.checksums([torch.tensor(value, dtype=torch.float64)])[0]

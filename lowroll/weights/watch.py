@@ -5,12 +5,12 @@ rounding (QuRL, appendix A).
     quant error   sum |Q(W') - W'|^2 / sum |W'|^2       Eq. 14, after it
     flipped       share of the low-bit codes that differ before and after
 
-over all linear weights; only flipped codes change the engine. Codes are compared without their
-scales: where a group's scale doubles and its codes halve (MXFP4), all have flipped although the
-values stayed. This costs a copy of the linear weights and of the engine's codes.
+over all linear weights, for a copy of them and of the engine's codes. Codes are compared without
+their scales: where a group's scale doubles and its codes halve (MXFP4), all have flipped although
+the values stayed.
 
-Under LoRA the engine adds the adapter unquantized, so every update reaches the rollouts. Only Eq. 13
-is measured, on base + (alpha / r) B A. This costs a copy of the adapter.
+Under LoRA the engine adds the adapter unquantized: only Eq. 13 is measured, on base + (alpha / r)
+B A, for a copy of the adapter.
 """
 
 from __future__ import annotations
@@ -95,7 +95,6 @@ class AdapterWatch:
 
 @torch.no_grad()
 def _adapter_factors(linear: Linear) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return copies of A and (alpha / r) B of every adapted part."""
     adapter = linear.adapter
     if adapter is None:
         return {}
