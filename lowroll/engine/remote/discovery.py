@@ -35,8 +35,8 @@ def resolve(host: str, port: int) -> list[str]:
 
 
 class Discovery:
-    """A thread that passes the base URLs to `found` whenever they change. The system's resolver may
-    hang, so each query has its own thread, and a late one is abandoned."""
+    """A thread that passes the base URLs to `found` whenever they change. Each query has its own
+    thread, because the system's resolver may hang."""
 
     def __init__(
         self, elastic: Elastic, found: Callable[[list[str]], None], resolver: Resolver
@@ -61,7 +61,6 @@ class Discovery:
             self._end.wait(self.elastic.sync_interval)
 
     def _ask(self) -> None:
-        """Query once, and pass changed addresses on; a failure is logged when its reason is new."""
         if self._asking is not None and self._asking.is_alive():
             return  # the last query still hangs
         name = self.elastic.hostname
@@ -80,7 +79,6 @@ class Discovery:
             self._found(urls)
 
     def _query(self) -> list[str]:
-        """Return the base URLs of the engines. OSError or ValueError with the reason."""
         answers: list[Sequence[str] | Exception] = []
 
         def ask() -> None:

@@ -1,8 +1,7 @@
 """A thread with an event loop whose clock does not count the loop's own lateness.
 
-A busy or stopped process reads its sockets seconds late, and would take healthy engines for silent.
-So one iteration counts for `turn_s` at most, and a wait for its timeout plus that, in all timeouts
-and times of the loop.
+A busy or stopped process reads its sockets late, and would take healthy engines for silent. So one
+iteration counts for `turn_s` at most, and a wait for its timeout plus that.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ class LoopStalled(Exception):
 
 
 class CappedClock(selectors.DefaultSelector):
-    """The selector of a loop, which also counts its time: `select` separates the loop's own work
-    from its waits, so that each can be cut to its limit."""
+    """The selector of a loop, which counts its time: the loop's work and its waits, each cut to its
+    limit."""
 
     def __init__(self, turn_s: float, clock: Clock = time.monotonic) -> None:
         super().__init__()
@@ -91,9 +90,8 @@ class LoopThread:
         deadline_s: float,
         alive: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Run a coroutine and return its result. LoopStalled when it has none after the deadline,
-        which the coroutine should keep itself. alive: called meanwhile; an exception in it ends the
-        wait."""
+        """Return a coroutine's result. LoopStalled when it has none MARGIN after the deadline, which
+        it keeps itself. alive: called meanwhile; an exception in it ends the wait."""
         future = self.begin(work)
         end = time.monotonic() + deadline_s + MARGIN
         try:

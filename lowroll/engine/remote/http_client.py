@@ -39,8 +39,7 @@ class DeadlineExceeded(ServerError):
 
 @dataclass(frozen=True)
 class HttpCall:
-    """One request and its limits. again: it may be sent twice, because nothing of the first answer
-    has been used."""
+    """One request and its limits. again: it may be sent twice."""
 
     method: str
     path: str
@@ -56,8 +55,8 @@ class HttpCall:
 class HttpClient:
     """An address and its token, for one event loop.
 
-    concurrency: requests open at once; a wait for one of them does not count for a deadline. lost:
-    returns why the server has ended, where that is known.
+    concurrency: requests open at once; deadlines begin when one may open. lost: returns why the
+    server has ended, where that is known.
     """
 
     def __init__(
@@ -112,8 +111,7 @@ class HttpClient:
                 task.cancel()
 
     async def body(self, call: HttpCall, on_line: Callable[[bytes], None] | None = None) -> bytes:
-        """Return the bytes of an answer; with `on_line` pass it each line as it comes, and return
-        b""."""
+        """Return the bytes of an answer; pass `on_line` each line as it comes, and return b""."""
         async with self._turns:
             try:
                 async with asyncio.timeout(call.deadline_s):
@@ -122,8 +120,8 @@ class HttpClient:
                 raise self._late(call) from None
 
     async def _tries(self, call: HttpCall, on_line: Callable[[bytes], None] | None) -> bytes:
-        """Return the body of an answer, after more tries if the call allows them and the server was
-        busy or not reachable. ServerError of the last try."""
+        """Return the body of an answer, tried again where the call allows it and the server was busy
+        or not reachable. ServerError of the last try."""
         pause = PAUSE
         tries_left = TRIES if call.again else 1
         while True:
@@ -157,8 +155,8 @@ class HttpClient:
             return await _read_body(response, call, on_line)
 
     async def _explained(self, error: ServerError) -> ServerError:
-        """Return the error with the reason why the server has ended: a process that reports its own
-        death takes a moment to exit."""
+        """Return the error with the reason why the server has ended: its process takes a moment to
+        exit."""
         if self._lost is None or (error.status is not None and error.status < 500):
             return error
         for _ in range(DYING):
@@ -200,8 +198,7 @@ async def _read_start(response: aiohttp.ClientResponse, most: int) -> bytes:
 async def _read_body(
     response: aiohttp.ClientResponse, call: HttpCall, on_line: Callable[[bytes], None] | None
 ) -> bytes:
-    """Return the body, or pass each of its lines to `on_line` and return the rest. ServerError for
-    one of more than `most_bytes`."""
+    """Return the body, or pass its lines to `on_line`. ServerError above `most_bytes`."""
     buffer = bytearray()  # the whole body, or the line that has not ended yet
     num_bytes = 0
     async for chunk in response.content.iter_any():
@@ -209,7 +206,6 @@ async def _read_body(
         num_bytes += len(chunk)
         if num_bytes > call.most_bytes:
             raise ServerError(f"{call.what}: the answer is longer than {call.most_bytes:,} bytes")
-        # a line that spans chunks is split only at its end, not read again with each chunk
         if on_line is not None and b"\n" in chunk:
             *lines, rest = bytes(buffer).split(b"\n")
             buffer = bytearray(rest)
@@ -222,7 +218,7 @@ async def _read_body(
 
 
 def parse_json(text: bytes, what: str) -> Any:
-    """Parse a server's JSON. ServerError when it is invalid, or nested too deeply."""
+    """Parse a server's JSON. ServerError when it is invalid or too deep."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -231,14 +227,12 @@ def parse_json(text: bytes, what: str) -> Any:
 
 
 def _parse_answer(call: HttpCall, text: bytes) -> Any:
-    """Parse the answer of a control route: JSON, a line of text, or nothing."""
     if call.text or (call.method == "POST" and text[:1] not in (b"{", b"[")):
         return text.decode(errors="replace")
     return parse_json(text, call.what)
 
 
 def _error_text(text: bytes) -> str:
-    """Return the message of an error answer, from its JSON if it has one."""
     try:
         parsed = json.loads(text)
         error = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed

@@ -1,5 +1,4 @@
-"""A client of lowroll's own server. It draws the same noise for the same id and seed, and states
-for each sample which policy drew it."""
+"""A client of lowroll's own server, which states for each sample which policy drew it."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ _METRIC_LINE = re.compile(r"^lowroll_(\w+?)(?:_total)? (\S+)$", re.MULTILINE)
 
 
 class LowrollServer(EngineServer):
-    """A server of lowroll's. answer: its list of models. model: the one to use, default its first.
-    Without `admin_token` it takes no weights. update_mode: what happens to requests in flight then.
+    """A server of lowroll's. answer: its list of models. model: default its first. Without
+    `admin_token` it takes no weights. update_mode: what happens to requests in flight then.
     ServerError for another kind of server, ValueError for a model that it does not serve."""
 
     def __init__(
@@ -94,8 +93,7 @@ class LowrollServer(EngineServer):
     def tag(
         self, request: Request, behavior: BehaviorTag, index: int, one: ArrivingSample
     ) -> BehaviorTag:
-        """Return the tag that the server states for a sample. The request may have been aborted
-        before it came: then `behavior`, the server's tag from the start, is the best guess."""
+        """Return the tag that the server states for a sample; `behavior` if it was aborted before."""
         if one.stated is None and one.given_up:
             return super().tag(request, behavior, index, one)
         try:
@@ -200,7 +198,6 @@ def _int_or_none(stated: Any) -> int | None:
 
 
 def _parse_tag(stated: dict[str, Any]) -> BehaviorTag:
-    """Parse a tag. TypeError or ValueError for anything else."""
     field_names = {field.name for field in fields(BehaviorTag)}
     if set(stated) - field_names:
         raise TypeError(f"unknown fields: {set(stated) - field_names}")

@@ -1,12 +1,8 @@
 """One engine of a pool and its health.
 
 A replica connects, loads the newest weights, proves that it computes what the others do (`verify`),
-and works. It is evicted when it is silent, dead or stuck, or contradicts itself, and its requests
-go to others. While another works, it connects again after a pause that doubles.
-
-The heartbeat queries the engine's own loop (/health) six times in `silent_s`. While the engine has
-requests of ours, its counter of drawn tokens must also move, and it must know all of them. Four
-heartbeats without an answer evict it, so that no request waits longer than `silent_s`.
+and works. It is evicted when it is silent, dead or stuck, or contradicts itself: its requests go to
+others, and it connects again after a pause that doubles while another works.
 """
 
 from __future__ import annotations
@@ -43,10 +39,10 @@ log = logging.getLogger(__name__)
 State = Literal["new", "ready", "evicted", "gone"]
 HEARTBEATS = 6  # in `silent_s`
 HEARTBEATS_BEFORE_EVICTION = 4  # without an answer
-ONCE_MORE_S = 0.2  # pause before an unreachable engine is probed again
+ONCE_MORE_S = 0.2  # before an unreachable engine is probed again
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0  # seconds between two attempts to connect
 FLAPS_S = 600.0  # in which evictions count: the pause doubles with each
-LONGEST_AWAY = 60.0  # pause of an engine that is evicted repeatedly
+LONGEST_AWAY = 60.0  # seconds of that pause
 OURS = 16  # connections in addition to those of requests
 REFUSED = (401, 403, 404)  # statuses that waiting does not change
 
@@ -57,8 +53,8 @@ Connect = Callable[[HttpClient, "PoolOptions"], Awaitable[EngineServer]]
 class PoolOptions:
     """The settings that all engines of a pool share. Times are in seconds.
 
-    admin_token: of control routes. connect: to the server of an engine; None detects which kind
-    answers. lost: returns why the process of the engine has ended, where that is known.
+    admin_token: of control routes. connect: default `connect_server`. lost: returns why the
+    engine's process has ended, where that is known.
     """
 
     token: str | None = field(default=None, repr=False)
@@ -75,8 +71,8 @@ class PoolOptions:
     in_flight: InFlight = "keep"  # "replay" needs lowroll's own engines
     # read tokens as they are drawn, for `so_far` and aborted requests: an event a token
     stream: bool = False
-    # for an engine that is supervised and gets its weights elsewhere: the first error is raised and
-    # aborts all; nothing is retried, watched, or checked against the pool's versions
+    # the first error is raised and aborts all; nothing is retried, watched, or checked against the
+    # pool's versions
     fail_fast: bool = False
     connect: Connect | None = None
     lost: Callable[[], str | None] | None = None
@@ -123,11 +119,8 @@ class InFlightRequest:
 
 
 class EngineActivity:
-    """The times, on the pool's clock, at which an engine last showed that it works.
-
-    heard_at: it answered. drew_at: it drew a token for us, or had nothing to draw. knew_at: it knew
-    of all our requests. tokens: its counter of drawn tokens at the last heartbeat.
-    """
+    """The times, on the pool's clock, at which an engine last answered, drew a token for us or had
+    nothing to draw, and knew of all our requests. tokens: its counter of drawn ones."""
 
     def __init__(self, now: float, tokens: int = -1) -> None:
         self.heard_at = self.drew_at = self.knew_at = now
@@ -149,8 +142,7 @@ class EngineActivity:
 
 
 async def connect_server(http: HttpClient, options: PoolOptions) -> EngineServer:
-    """Return a client for the kind of server that answers. ServerError; ValueError names what does
-    not fit."""
+    """Return a client for the kind of server that answers. ValueError names what does not fit."""
     call = HttpCall("GET", "/v1/models", WHAT, None, options.heartbeat_s)
     answer = await http.answer(call)
     model = options.model if options.check_model else None
@@ -164,16 +156,15 @@ async def connect_server(http: HttpClient, options: PoolOptions) -> EngineServer
 
 
 async def _resume_if_paused(server: EngineServer, options: PoolOptions) -> None:
-    """Resume a server that a client, which has ended, left paused. Only the admin may, so without
-    the admin's token nothing is done."""
+    """Resume a server that an earlier client left paused, which only the admin may."""
     status = await server.health(options.heartbeat_s)
     if status == "paused" and options.admin_token is not None:
         await server.resume()
 
 
 class Replica:
-    """An engine and its health, on the pool's loop alone. named: by the configuration, so that one
-    that does not fit ends the run."""
+    """An engine and its health, on the pool's loop alone. named: one that does not fit ends the
+    run, because the configuration names it."""
 
     def __init__(
         self, url: str, owner: ReplicaSet, options: PoolOptions, *, named: bool = True
@@ -203,7 +194,6 @@ class Replica:
         self._evictions: deque[float] = deque()
 
     async def live(self) -> None:
-        """Connect, watch the engine, evict it when it fails, and begin again, until cancelled."""
         await self.http.open()
         pause = FIRST_PAUSE
         try:
@@ -228,10 +218,15 @@ class Replica:
         self._wake.set()
 
     def mark_suspect(self, why: str) -> None:
-        """Send it nothing new before its next heartbeat, since a connection was lost."""
         self.suspect = True
         self.last_error = why
         self._wake.set()
+
+    @property
+    def met_server(self) -> EngineServer:
+        """The client of its server, to which it has connected once."""
+        assert self.server is not None
+        return self.server
 
     @property
     def models(self) -> set[str]:
@@ -247,21 +242,20 @@ class Replica:
             return False
         if now < self.busy_until:
             return False
-        assert self.server is not None
         if not self.taking:
             return True
-        return self.server.in_flight and not self.owner.versions.settled.is_set()
+        return self.met_server.in_flight and not self.owner.versions.settled.is_set()
 
     async def take(self, broadcast: Broadcast) -> HeldPolicy:
-        """Have the engine take weights. ServerError when it does not, or acknowledges another
-        version."""
-        assert self.server is not None
+        """Have the engine take weights. ServerError when it acknowledges another version."""
         async with self._taking:
             warning_timer = asyncio.get_running_loop().call_later(
                 self.options.silent_s, self._warn_late
             )
             try:
-                held_policy = await self.server.take(broadcast, self.options.update_s, self.models)
+                held_policy = await self.met_server.take(
+                    broadcast, self.options.update_s, self.models
+                )
             finally:
                 warning_timer.cancel()
             if held_policy.version != broadcast.version:
@@ -275,8 +269,8 @@ class Replica:
     # -- its life ----------------------------------------------------------------------------------
 
     async def connect(self) -> None:
-        """Connect to the server, check it, and begin to take requests. Raises ServerError when it
-        does not answer or computes with other weights, ValueError when it will never fit."""
+        """Connect, check the server, and begin to take requests. ServerError when it does not answer
+        or computes with other weights, ValueError when it will never fit."""
         options = self.options
         self._why = None
         server = self.server = await (options.connect or connect_server)(self.http, options)
@@ -291,7 +285,7 @@ class Replica:
         self.owner.admitted(self)
 
     async def _check_until_settled(self) -> None:
-        """Load and check the newest weights, again when the pool agrees on others meanwhile."""
+        """Load and check the newest weights, until the pool has not moved on meanwhile."""
         versions = self.owner.versions
         while True:
             await self._catch_up()
@@ -301,13 +295,12 @@ class Replica:
                 return
 
     async def _catch_up(self) -> None:
-        """Have the engine take the newest weights, or check that it holds those of the others."""
         versions = self.owner.versions
         if versions.newest is None:
             self._check_first_weights()
         while (newest := versions.newest) is not None:
             was_settled = versions.settled.is_set()
-            if was_settled and self.held is not None and versions.agrees(self.held):
+            if was_settled and self.held is not None and self.held == versions.held:
                 break
             if not was_settled and versions.broadcasting:
                 # the engines that work decide which digest is right
@@ -318,7 +311,7 @@ class Replica:
                 continue  # a newer broadcast came meanwhile
             if not was_settled and not versions.settled.is_set():
                 versions.settle(held_policy)  # no other engine works: this one decides
-            elif was_settled and not versions.agrees(held_policy):
+            elif was_settled and held_policy != versions.held:
                 raise ServerError(
                     f"{self.url}: its weights of version {newest.version} have another digest "
                     f"than those of the other engines"
@@ -331,33 +324,31 @@ class Replica:
         held_policy = self.held or HeldPolicy(0, frozenset({""}))
         if versions.held is None:
             versions.settle(held_policy)
-        elif not versions.agrees(held_policy):
+        elif held_policy != versions.held:
             raise ValueError(
                 f"{self.url} draws from version {held_policy.version} with other weights than the "
                 f"engines before it, which draw from version {versions.held.version}"
             )
 
     async def _check_logprobs(self) -> None:
-        """Raise ServerError when the engine's log-probs differ from those of one that works, if
-        there is one that can score."""
+        """Raise ServerError when its log-probs differ from those of a working engine, if any."""
         witness = self._witness()
-        assert self.server is not None
-        if witness is None or witness.server is None or not self.server.scores:
+        if witness is None or not self.met_server.scores:
             return
         seconds = self.options.silent_s
         own_logprobs, witness_logprobs = await asyncio.gather(
-            canary_logprobs(self.server, seconds),
-            canary_logprobs(witness.server, seconds),
+            canary_logprobs(self.met_server, seconds),
+            canary_logprobs(witness.met_server, seconds),
             return_exceptions=True,
         )
         if isinstance(own_logprobs, BaseException):
             raise own_logprobs
         if isinstance(witness_logprobs, BaseException) or self._witness() is not witness:
-            return  # the witness's own heartbeats say what is wrong with it
+            return  # the witness's own heartbeats judge it
         check_canary(own_logprobs, witness_logprobs, witness.url)
 
     def _witness(self) -> Replica | None:
-        """Return a replica that works with the weights of this one; None while weights change."""
+        """Return a working replica with the weights of this one; None while weights change."""
         if not self.owner.versions.settled.is_set():
             return None
         for replica in self.owner.replicas:
@@ -373,7 +364,6 @@ class Replica:
         )
 
     async def _watch(self) -> str:
-        """Send heartbeats to the engine until it must be evicted. Return the reason."""
         clock = asyncio.get_running_loop().time
         heartbeat_s = self.options.heartbeat_s
         allowed_s = (HEARTBEATS_BEFORE_EVICTION - 0.5) * heartbeat_s
@@ -384,7 +374,7 @@ class Replica:
                 self._wake.clear()
             if self._why is not None:
                 return self._why
-            if self.taking:  # loading weights may keep it silent, and has a deadline of its own
+            if self.taking:  # it may be silent, and `take` has a deadline of its own
                 activity = EngineActivity(clock(), activity.tokens)
                 continue
             if num_answered != self.counts.requests:  # an answer counts like a heartbeat
@@ -416,21 +406,20 @@ class Replica:
         )
 
     async def _heartbeat(self, heartbeat_s: float) -> tuple[str, ServerProgress]:
-        """Return the engine's status and its counters, which are read only while it has requests of
-        ours. EngineLost when it is unreachable twice."""
-        assert self.server is not None
+        """Return its status and, while it has requests of ours, its counters. EngineLost when it is
+        unreachable twice."""
+        server = self.met_server
         try:
-            status = await self.server.health(heartbeat_s)
+            status = await server.health(heartbeat_s)
         except EngineLost:
             await asyncio.sleep(ONCE_MORE_S)
-            status = await self.server.health(heartbeat_s)
+            status = await server.health(heartbeat_s)
         if not self.flights:
             return status, ServerProgress(open=0, tokens=-1)
-        return status, await self.server.progress(heartbeat_s)
+        return status, await server.progress(heartbeat_s)
 
     def _evict(self, why: str) -> float:
-        """Evict the engine, so that its requests go to others. Return the seconds that it stays
-        away while others work."""
+        """Evict the engine. Return the seconds that it stays away while others work."""
         away_s = 0.0
         if self.state == "ready":
             self.counts.evicted += 1
@@ -448,25 +437,20 @@ class Replica:
         return away_s
 
     def _count_eviction(self) -> float:
-        """Count an eviction. Return the seconds to stay away, 0 for the first one lately."""
         now = asyncio.get_running_loop().time()
         self._evictions.append(now)
         while now - self._evictions[0] > FLAPS_S:
             self._evictions.popleft()
         num_repeats = len(self._evictions) - 1
-        if num_repeats == 0:
-            return 0.0
-        return min(FIRST_PAUSE * 2.0**num_repeats, LONGEST_AWAY)
+        return min(FIRST_PAUSE * 2.0**num_repeats, LONGEST_AWAY) if num_repeats else 0.0
 
     async def _away(self, seconds: float) -> None:
-        """Wait before the engine connects again, but only as long as another one works."""
         clock = asyncio.get_running_loop().time
         end = clock() + seconds
         while clock() < end and self._others_work():
             await asyncio.sleep(min(FIRST_PAUSE, end - clock()))
 
     def _report_misfit(self, error: ServerError | ValueError) -> None:
-        """End the run for an engine that the configuration names and that will never fit."""
         will_never_fit = isinstance(error, ValueError) or error.status in REFUSED
         if will_never_fit and self.named and not self._met:
             self.owner.misfit(self, error)

@@ -46,7 +46,7 @@ class EngineReport(ReplicaCounts):
 
 @dataclass(frozen=True)
 class PoolReport:
-    """The state of a pool's engines. left: counts of engines that DNS does not list any more."""
+    """The state of a pool's engines. left: counts of engines that have left."""
 
     engines: tuple[EngineReport, ...]
     left: ReplicaCounts
@@ -62,8 +62,8 @@ class PoolReport:
 
 
 class ReplicaSet:
-    """The engines of a pool, on the pool's loop alone. answer: receives the outcome of each request
-    by its handle; an error with handle -1 ends the run."""
+    """The engines of a pool, on the pool's loop alone. answer: receives each request's outcome by its
+    handle; an error with handle -1 ends the run."""
 
     def __init__(
         self, options: PoolOptions, answer: Callable[[int, Group | Exception], None]
@@ -85,8 +85,8 @@ class ReplicaSet:
     # -- for the pool ------------------------------------------------------------------------------
 
     async def begin(self, urls: Sequence[str]) -> None:
-        """Connect to the engines of the configuration: at once with `fail_fast`, which raises their
-        errors, else in tasks that watch them. ValueError for one that is named twice."""
+        """Connect to engines: at once with `fail_fast`, which raises their errors, else in tasks
+        that watch them. ValueError for one that is named twice."""
         for url in urls:
             replica = Replica(url.rstrip("/").removesuffix("/v1"), self, self.options)
             if any(replica.url == other.url for other in self.replicas):
@@ -100,8 +100,8 @@ class ReplicaSet:
                 self._start_watching(replica)
 
     async def until_ready(self, is_over: Callable[[], bool]) -> None:
-        """Wait until one engine works, and then a moment until the others were tried. is_over:
-        returns whether an engine does not fit, which ends the wait. ServerError after `start_s`."""
+        """Wait until one engine works and, for a moment, until the others were tried. is_over:
+        returns whether the wait ends because one does not fit. ServerError after `start_s`."""
         loop, start_s = asyncio.get_running_loop(), self.options.start_s
         warning_timer = loop.call_later(self.options.silent_s, self._warn_late)
         try:
@@ -120,8 +120,7 @@ class ReplicaSet:
         await asyncio.gather(*(happens_within(replica.tried, seconds) for replica in self.replicas))
 
     def meet(self, urls: Sequence[str]) -> None:
-        """Connect to newly discovered engines; those that are not listed any more get no new
-        requests."""
+        """Connect to new engines; those that are not listed any more get no new requests."""
         for replica in self.replicas:
             if not replica.named:
                 replica.leaving = replica.url not in urls
@@ -148,10 +147,10 @@ class ReplicaSet:
                 self.router.hand_over(replica)
 
     def ready(self) -> EngineServer:
-        """Return the server of an engine that works. ServerError when none does."""
+        """Return a working engine's server. ServerError for none."""
         for replica in self.replicas:
-            if replica.state == "ready" and replica.server is not None:
-                return replica.server
+            if replica.state == "ready":
+                return replica.met_server
         raise ServerError(f"no engine works: {self.describe()}")
 
     async def ask_all(self, call: HttpCall) -> list[Any]:
@@ -159,8 +158,7 @@ class ReplicaSet:
         return await asyncio.gather(*(replica.http.answer(call) for replica in ready))
 
     async def stats(self) -> EngineStats:
-        """Sum the engines' metrics; one that does not answer counts nothing, unless it fails
-        fast."""
+        """Sum the engines' metrics; with `fail_fast`, raise the error of one without an answer."""
         servers = [replica.server for replica in self.replicas if replica.server is not None]
         pages = await asyncio.gather(
             *(server.metrics(self.options.heartbeat_s) for server in servers),
@@ -190,10 +188,9 @@ class ReplicaSet:
 
     def agree(self, replica: Replica) -> None:
         """Check an engine against the first one that connected. ValueError names what differs."""
-        assert replica.server is not None
-        facts = dict(replica.server.facts())
+        facts = dict(replica.met_server.facts())
         if self.options.check_model and not self.options.model:
-            facts["model"] = replica.server.model
+            facts["model"] = replica.met_server.model
         if self._facts is None:
             self._facts = replica.url, facts
         first_url, first_facts = self._facts
@@ -205,22 +202,18 @@ class ReplicaSet:
                 )
 
     def admitted(self, replica: Replica) -> None:
-        assert replica.server is not None
-        self.router.known = replica.server
+        self.router.known = replica.met_server
         log.info("engine %s works", replica.url)
         self._update_none_since()
         self.router.dispatch()
 
     def heard(self, replica: Replica) -> None:
-        if replica.leaving:
-            self._remove_leavers()
+        self._remove_leavers()
         self.router.dispatch()
 
     def evicted(self, replica: Replica) -> None:
-        self._update_none_since()
         self.router.hand_over(replica)
-        if replica.leaving:
-            self._remove_leavers()
+        self._remove_leavers()
 
     def misfit(self, replica: Replica, error: Exception) -> None:
         outcome = error if isinstance(error, ValueError) else ValueError(f"{replica.url}: {error}")

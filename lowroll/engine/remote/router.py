@@ -1,10 +1,7 @@
 """Routing of a pool's requests to its replicas: least loaded, with affinity, and with retries.
 
-A request, which is all samples of a group, goes to the replica with the fewest outstanding tokens;
-a later turn of a conversation to the one that drew the turn before, whose cache may hold its pages,
-unless that has clearly more to do. A replica whose cache is full receives no more than it can begin
-soon. A lost request is sent to another with the same id and seed, so that the same weights draw the
-same tokens.
+A request is all samples of a group. A lost one is sent to another replica with the same id and
+seed, so that the same weights draw the same tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ log = logging.getLogger(__name__)
 FAILURES = 4  # of one request, at engines that go on, before it ends the run
 LOSSES = 32  # evictions that one request may see
 BUSY_S, LONGEST_BUSY_S = 0.2, 5.0  # pauses of an engine that answered "busy"
-# caches full of tokens that are sent to an engine: with less it runs out of work before the last
+# caches full of tokens that are sent to an engine, which must not run out of work before the last
 # sample of a group has ended (docs/log/engine.md)
 AHEAD = 3.0
 BEHIND = 1.25  # times the least load that the engine with a turn's pages may have
@@ -58,11 +55,9 @@ class LoadBalancer:
         self._homes: dict[str, str] = {}  # request id -> url of the engine that drew it
 
     def choose(self, able: Sequence[Replica], entry: QueuedRequest) -> Replica | None:
-        """Return the engine for a request; None when all are full.
-
-        It is the least loaded one, or the one that drew the turn before, whose cache may hold its
-        pages, unless that has clearly more to do or has failed this request.
-        """
+        """Return the engine with the fewest outstanding tokens; None when all are full. A later turn
+        goes to the engine that drew the one before, whose cache may hold its pages, unless that has
+        clearly more to do or has failed this request."""
         free_replicas = [replica for replica in able if self._is_free(replica, entry)]
         if not free_replicas:
             return None
@@ -75,13 +70,12 @@ class LoadBalancer:
         return home if home.outstanding <= max_outstanding else least_loaded
 
     def load(self, entry: QueuedRequest) -> int:
-        """Return the tokens that a request will probably hold: samples often end early."""
+        """Return the tokens that a request will probably hold."""
         request = entry.request
         return int(request.n * request.max_tokens * self._share) + len(request.prompt_ids)
 
     def learn(self, flight: InFlightRequest, group: Group) -> None:
-        """Learn from an answer which share of its budget a request draws, and which engine drew it.
-        The oldest engines are forgotten beyond `MOST_HOMES` requests."""
+        """Learn from an answer which share of its budget a request draws, and which engine drew it."""
         request = flight.entry.request
         num_drawn = sum(len(rollout.token_ids) for rollout in group.rollouts)
         drawn_share = num_drawn / (request.n * request.max_tokens)
@@ -94,18 +88,16 @@ class LoadBalancer:
 
     def _is_free(self, replica: Replica, entry: QueuedRequest) -> bool:
         """Return whether a request may be sent to an engine; an idle one takes any."""
-        assert replica.server is not None
         if not replica.flights:
             return True
-        cache_tokens = replica.server.cache_tokens
+        cache_tokens = replica.met_server.cache_tokens
         if cache_tokens and replica.outstanding + self.load(entry) > AHEAD * cache_tokens:
             return False
         return len(replica.flights) < self._concurrency
 
 
 class RequestRouter:
-    """The requests of a pool on their way, on the pool's loop alone. answer: receives each handle's
-    outcome."""
+    """The requests of a pool on their way, on the pool's loop alone."""
 
     def __init__(
         self,
@@ -142,8 +134,7 @@ class RequestRouter:
         return server
 
     def abort(self, entry: QueuedRequest) -> None:
-        """Abort a request; its group comes back with the tokens read of a stream, or without
-        tokens."""
+        """Abort a request; its group has the tokens read of a stream, or none."""
         if entry.ended:
             return
         flight = self._flights.get(entry.handle)
@@ -160,8 +151,7 @@ class RequestRouter:
         self.dispatch()
 
     def so_far(self, entry: QueuedRequest) -> list[PartialSample]:
-        """Return the tokens read of each sample of a stream, or empty samples without one.
-        Thread-safe."""
+        """Return the tokens read of each sample, none without a stream. Thread-safe."""
         flight = self._flights.get(entry.handle)
         if flight is None or not self.options.stream:
             return [PartialSample([], [], None) for _ in range(entry.request.n)]
@@ -174,7 +164,6 @@ class RequestRouter:
             self._drop(flight)
 
     def hand_over(self, replica: Replica) -> None:
-        """Queue the requests in flight of an engine again, for other engines."""
         lost_flights = sorted(replica.flights, key=lambda flight: flight.entry.handle)
         for flight in lost_flights:
             self._drop(flight)
@@ -197,9 +186,8 @@ class RequestRouter:
     # -- one request -------------------------------------------------------------------------------
 
     def _send(self, replica: Replica, entry: QueuedRequest) -> None:
-        assert replica.server is not None
         entry.attempt += 1
-        request, server = entry.request, replica.server
+        request, server = entry.request, replica.met_server
         arrivals = self._arrivals(entry, server)
         body = server.body(request)
         if self.options.stream:
@@ -231,7 +219,6 @@ class RequestRouter:
         flight.task.add_done_callback(self._done)
 
     async def _fly(self, flight: InFlightRequest) -> None:
-        """Send a request, check the answer, and end the request with its group, or see `_failed`."""
         replica, arrivals = flight.replica, flight.arrivals
         try:
             if self.options.stream:
@@ -255,8 +242,8 @@ class RequestRouter:
         self.dispatch()
 
     async def _believe(self, flight: InFlightRequest, group: Group) -> None:
-        """Raise ServerError when a group was drawn from another version than its engine had been
-        sent. While engines agree on a version, the judgement waits for the outcome."""
+        """Raise ServerError when a group was drawn from another version than its engine was sent.
+        While engines agree on one, wait for the outcome."""
         problem = self.versions.problem(group, flight.sent)
         if problem is not None and not self.versions.settled.is_set():
             await happens_within(self.versions.settled, self.options.update_s)
@@ -265,14 +252,12 @@ class RequestRouter:
             raise ServerError(f"{flight.arrivals.what}: {flight.replica.url}: {problem}")
 
     def _is_late(self, flight: InFlightRequest) -> bool:
-        """Return whether the request has ended or was sent elsewhere meanwhile, and count that."""
         if self._flights.get(flight.entry.handle) is flight:
             return False
         flight.replica.counts.late += 1
         return True
 
     def _failed(self, flight: InFlightRequest, error: ServerError) -> None:
-        """Send a request again, elsewhere or later, or end it with its error."""
         entry = flight.entry
         if self._is_late(flight):
             return
@@ -291,7 +276,7 @@ class RequestRouter:
 
     def _may_retry(self, flight: InFlightRequest, error: ServerError) -> bool:
         """Count an error against the engine or the request. Return whether the request may be sent
-        again: False when it is at fault itself, or its engines have been busy for too long."""
+        again."""
         entry, replica = flight.entry, flight.replica
         if isinstance(error, EngineLost):
             entry.losses += 1
@@ -302,7 +287,7 @@ class RequestRouter:
             entry.failures += 1
             replica.mark_unhealthy(str(error))
         elif isinstance(error, DeadlineExceeded) or (error.status or 0) >= 500:
-            # the request may be too much for it; the heartbeat judges the engine
+            # the heartbeat judges the engine
             entry.failures += 1
             entry.avoid.add(replica.url)
             replica.last_error = str(error)
@@ -317,7 +302,7 @@ class RequestRouter:
 
     def _pause(self, flight: InFlightRequest, error: ServerError) -> bool:
         """Pause a busy engine for a time that doubles while it stays busy. Return whether the
-        request may go on waiting, which it may for `start_s`."""
+        request may wait on: for `start_s` in all."""
         loop, replica, entry = asyncio.get_running_loop(), flight.replica, flight.entry
         now = loop.time()
         replica.last_error = str(error)

@@ -19,7 +19,7 @@ CONTROL_S = 10.0  # timeout of a short control route
 
 @dataclass(frozen=True)
 class HeldPolicy:
-    """The policy that an engine states. Weights for few and for many rows may have two digests."""
+    """The policy that an engine states. Weights for few and many rows may have two digests."""
 
     version: int
     digests: frozenset[str]
@@ -75,8 +75,7 @@ class EngineServer(ABC):
         """Raise ValueError that names a field that this kind of server does not support."""
 
     def stop_ids(self, request: Request) -> list[int] | None:
-        """Return the tokens that end a response, the model's own included; None where only the
-        server knows."""
+        """Return the tokens that end a response, the model's own included; None if unknown."""
         return None
 
     @abstractmethod
@@ -84,14 +83,12 @@ class EngineServer(ABC):
 
     @abstractmethod
     def scoring(self, ids: Sequence[int], top: int, temperature: float) -> dict[str, Any]:
-        """Return the request body for a prompt's log-probs. ValueError for what the server cannot
-        score."""
+        """Return the request body for a prompt's log-probs. ValueError if it cannot score them."""
 
     def tag(
         self, request: Request, behavior: BehaviorTag, index: int, one: ArrivingSample
     ) -> BehaviorTag:
-        """Return the policy that drew a sample: the one at the time of the request, unless the
-        server states it."""
+        """Return the policy that drew a sample: by default the one at the time of the request."""
         return tagged(behavior, request, index)
 
     def evictions(self, one: ArrivingSample) -> Evictions | None:

@@ -1,14 +1,14 @@
-"""Checks of an engine's weights by the log-probs of a few tokens. They find what the engine does not
+"""Checks of an engine's weights by the log-probs of a few tokens, against what the engine does not
 know: bad memory, a model that was read wrongly, a vLLM that kept its old weights.
 
 An engine that joins a pool has to agree with one that works (`check_canary`). A run's vLLM is
-compared with the learner after an update (`Verifier`), by two tests, since neither is enough:
+compared with the learner after an update (`Verifier`):
 
  1. distance    is the engine near the learner? The bound allows for the rounding of formats.
- 2. movement    has the engine moved as the learner has? A stale policy passes (1) when steps are
-                small. With d the learner's change since a reference and m the engine's, the share
-                <m, d> / <d, d> is 1 when updates arrive and 0 when they do not. It is asked as soon
-                as d stands out of the distance; until then the reference stays, and steps add up.
+ 2. movement    with d the learner's change since a reference and m the engine's, the share
+                <m, d> / <d, d> is 1 when updates arrive and 0 when they do not. A stale policy
+                passes (1) when steps are small. It is asked once d stands out of the distance;
+                until then the reference stays, and steps add up.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ class Verifier:
             self._reference = pair
 
     def _check_movement(self, before: _LogprobPair, now: _LogprobPair, version: int) -> bool:
-        """Return whether the learner has moved enough to be compared: clearly more than the engine
-        is away from it. NotArrived when the engine has not moved with it."""
+        """Return whether the learner has moved enough to be compared. NotArrived when the engine has
+        not moved with it."""
         learner_change = _differences(now.learner, before.learner)
         engine_change = _differences(now.engine, before.engine)
         noise = before.apart
         if any(engine_change):  # else the distance now holds the movement that the engine missed
             noise = max(noise, now.apart)
-        moved_nats = _root_mean_square(learner_change)
+        moved_nats = distance(now.learner, before.learner)
         if moved_nats <= max(CLEAR * noise, LEAST):
             return False
         common = sum(m * d for m, d in zip(engine_change, learner_change, strict=True))
@@ -116,12 +116,8 @@ def text(vocab_size: int, context_length: int) -> list[int]:
 
 def distance(a: Sequence[float], b: Sequence[float]) -> float:
     """Return the root mean square of the differences, in nats a token."""
-    return _root_mean_square(_differences(a, b))
+    return math.dist(a, b) / math.sqrt(len(a))
 
 
 def _differences(a: Sequence[float], b: Sequence[float]) -> list[float]:
     return [x - y for x, y in zip(a, b, strict=True)]
-
-
-def _root_mean_square(values: list[float]) -> float:
-    return math.sqrt(sum(x * x for x in values) / len(values))

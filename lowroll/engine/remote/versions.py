@@ -1,5 +1,4 @@
-"""The versions that a pool's engines were sent, and the digests that all acknowledged. The stated
-policy of an answer is checked against them."""
+"""The versions that a pool's engines were sent, and the digests that all acknowledged."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ class PolicyVersions:
 
     def begin(self, broadcast: Broadcast) -> bool:
         """Begin a broadcast, which ends the agreement on versions that are not older. Return whether
-        there was one, so that what is in flight must be drawn again."""
+        there was one: what is in flight must be drawn again."""
         is_replacement = self.held is not None and broadcast.version <= self.held.version
         self._agreed = {
             version: digests
@@ -54,12 +53,9 @@ class PolicyVersions:
             del self._agreed[min(self._agreed)]
         self.settled.set()
 
-    def agrees(self, held: HeldPolicy) -> bool:
-        return held == self.held
-
     def problem(self, group: Group, sent: int) -> str | None:
-        """Return what is wrong with the versions that drew a group: they may not go back, and all
-        must have been agreed on. sent: its engine had acknowledged this one before."""
+        """Return what is wrong with the versions that drew a group: one goes back, or was not agreed
+        on. sent: the one that its engine had acknowledged before."""
         for i, rollout in enumerate(group.rollouts):
             last_version = sent
             for span in rollout.behavior.policy:

@@ -5,8 +5,7 @@
         engine.update_weights(WeightUpdate.local(learner, version=1))
 
 Weights come as an adapter with a new name for each version, as a folder of the whole model
-(`vllm_folders`), or by vLLM's own transfer (`vllm_nccl`). After each update, log-probs of a short
-text are compared with the learner's (`verify`).
+(`vllm_folders`), or by vLLM's own transfer (`vllm_nccl`), and are checked by `verify`.
 """
 
 from __future__ import annotations
@@ -50,9 +49,8 @@ ADAPTERS_TOGETHER = 2  # two versions, while the older one's requests end
 class VllmEngine(EnginePool):
     """A pool of one vLLM. Made by `start` or `attach`.
 
-    verify: log-probs of ids[1:] under the learner, for the check after an update; default those of
-    the update's own model, if it is in this process. bound: their largest accepted distance, in
-    nats.
+    verify: log-probs of ids[1:] under the learner; default those of the update's own model, if it is
+    in this process. bound: the engine's largest accepted distance from them, in nats.
     """
 
     def __init__(
@@ -83,7 +81,6 @@ class VllmEngine(EnginePool):
         self._exchange = Path(tempfile.mkdtemp(prefix="lowroll-weights-", dir=exchange))
 
         async def meet(http: HttpClient, options: PoolOptions) -> VllmServer:
-            """Connect to the vLLM, as the constructor of the pool asks for, and keep its client."""
             from lowroll.engine.remote.vllm_folders import served
 
             probed = await probe(http)
@@ -140,13 +137,12 @@ class VllmEngine(EnginePool):
     ) -> VllmEngine:
         """Start a vLLM for a model folder; it ends with this engine, or with this process.
 
-        log: what vLLM writes; default a temporary file. python, site, devices: as of `VllmProcess`.
+        log: what vLLM writes. python, site, devices, socket (its folder): as of `VllmProcess`.
         dtype: default the folder's. gpu_memory: share of each GPU. lora_rank: the policy is an
         adapter of at most this rank. way: of full updates; None takes none. arguments: more options
-        of `vllm serve`. socket: the folder of its socket; default a temporary one. tell: receives
-        lines about the start. options: as of the class; exchange, where weights are laid, is by
-        default in the temporary folder. EngineLost, with the last error of its log, when it is not
-        ready within start_s.
+        of `vllm serve`. tell: receives lines about the start. options: as of the class; exchange:
+        where weights are laid. Log, socket and exchange are temporary by default. EngineLost, with
+        the last error of its log, when it is not ready within start_s.
         """
         from lowroll.engine.remote.vllm_folders import linear_names, served
 
@@ -188,15 +184,15 @@ class VllmEngine(EnginePool):
         """Attach to a running vLLM, at a URL or a Unix socket (`unix:/path`), which goes on when
         this engine is closed.
 
-        folder: of its model, readable here; default what it states. options: as of the class;
-        exchange, where weights are written, has the same path on its machine. ValueError names what
-        it lacks, such as the options of docs/vllm.md.
+        folder: of its model, readable here; default what it states. options: as of the class, with
+        lora_rank and way as of `start`; exchange has the same path on its machine. ValueError names
+        what it lacks (docs/vllm.md).
         """
         return cls(url, folder, **options)
 
     def close(self) -> None:
-        """Abort the requests in flight. Unload adapters from a server that was attached to; end one
-        that was started here. Idempotent."""
+        """Abort the requests in flight. End a server that was started here; unload the adapters of
+        another. Idempotent."""
         if self.closed:
             return
         if self._transfer is not None:
@@ -228,13 +224,12 @@ class VllmEngine(EnginePool):
     # -- weights -----------------------------------------------------------------------------------
 
     def update_weights(self, update: WeightUpdate, in_flight: InFlight = "keep") -> BehaviorTag:
-        """Take new weights as policy `update.version`, compare vLLM's log-probs with the learner's,
-        and return the tag of the next request.
+        """Take new weights as policy `update.version`, check them, and return the tag of the next
+        request.
 
-        Requests in flight keep the adapter that they were sent with; a full update waits for their
-        end. ValueError, before anything is sent, names what does not fit. NotArrived when vLLM does
-        not draw from these weights. After a failed update no request may follow; a failed full one
-        leaves vLLM paused.
+        Requests in flight keep their adapter; a full update waits for their end. ValueError, before
+        anything is sent, names what does not fit. NotArrived when vLLM does not draw from these
+        weights. After a failed update no request may follow, and a full one leaves vLLM paused.
         """
         if in_flight == "replay":
             raise ValueError("in_flight: a vLLM replays nothing")
@@ -307,8 +302,7 @@ class VllmEngine(EnginePool):
         self.resume()
 
     def _check_arrival(self, update: WeightUpdate) -> None:
-        """Compare vLLM's log-probs of a short text with the learner's, if those are known here.
-        NotArrived when vLLM does not draw from the update."""
+        """Compare vLLM's log-probs with the learner's, if those are known here. NotArrived."""
         ids = self._verifier.ids
         if self._verify is not None:
             learner_logprobs: Sequence[float] = self._verify(ids)

@@ -6,8 +6,8 @@
     /finish_weight_update          vLLM makes its own layout of them
 
 From version 0.32 on the communicator's id travels in the request. Older ones fetch it from a
-TCPStore as a pickle, which is written here byte by byte. Any client of that store could put another
-pickle there, so it listens on loopback alone, and an older vLLM on another machine is refused.
+TCPStore as a pickle, which is written here byte by byte. Any client of the store could replace it,
+so it listens on loopback alone, and an older vLLM on another machine is refused.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class NcclTransfer:
         self._store: TCPStore | None = None
 
     def check(self, update: WeightUpdate) -> dict[str, Tensor]:
-        """Return the dense tensors of a full update. ValueError for values that are not finite,
-        another digest than was stated, or tensors on a CPU."""
+        """Return the dense tensors of a full update. ValueError as of `check_content`, and for
+        tensors on a CPU."""
         tensors = dict(update.tensors())
         if len({t.device for t in tensors.values()}) != 1 or not all(
             tensor.is_cuda for tensor in tensors.values()
@@ -96,8 +96,7 @@ class NcclTransfer:
         self._communicator = self._store = None
 
     def meet(self, device: torch.device) -> Communicator:
-        """Return the communicator with vLLM's workers, which are asked to join it the first
-        time."""
+        """Return the communicator with vLLM's workers, which join it the first time."""
         if self._communicator is not None:
             return self._communicator
         call = HttpCall("GET", "/get_world_size", "the number of vLLM's workers", again=True)
@@ -115,9 +114,9 @@ class NcclTransfer:
         return communicator
 
     def _beside(self, answer: Future[Any], work: Callable[[], None], what: str) -> None:
-        """Do `work` in a thread while the server does its part and answers. When one fails or takes
-        too long, the other would wait in NCCL forever, so the communicator is aborted. Raises
-        ServerError with the reason; the server's own error comes first."""
+        """Do `work` in a thread while the server does its part. When one fails or takes too long,
+        the other would wait in NCCL forever: abort the communicator. ServerError, the server's own
+        first."""
         errors: list[BaseException] = []
 
         def run() -> None:
@@ -151,8 +150,7 @@ class NcclTransfer:
 
 
 def stored_id(unique_id: bytes) -> tuple[TCPStore, int]:
-    """Return a store on loopback that holds a communicator's id as vLLM's workers expect it, and
-    its port."""
+    """Return a store on loopback with a communicator's id for vLLM's workers, and its port."""
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
     store = TCPStore(
@@ -205,8 +203,7 @@ class Communicator:
         return bytes(self._id)
 
     def join(self) -> None:
-        """Join the communicator. vLLM's workers sum one number as they join, and so does this
-        rank."""
+        """Join the communicator, and sum one number as vLLM's workers do."""
         with torch.cuda.device(self.device):
             self._call("ncclCommInitRank", ctypes.byref(self._comm), self.world, self._id, 0)
             arrival_count = torch.zeros(1, device=self.device)

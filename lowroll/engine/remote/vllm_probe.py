@@ -1,5 +1,5 @@
-"""A probe of the vLLM at an address, before the first request. Its features are read from its own
-description (/openapi.json) and its answers, not from its version, which is 0.20 or newer."""
+"""A probe of the vLLM at an address. Its features are read from its own description
+(/openapi.json) and its answers, not from its version, which is 0.20 or newer."""
 
 from __future__ import annotations
 
@@ -79,8 +79,7 @@ class ProbedVllm:
 
 
 async def probe(http: HttpClient) -> ProbedVllm:
-    """Probe a vLLM. ValueError names what it lacks for rollouts; ServerError when it does not
-    answer."""
+    """Probe a vLLM. ValueError names what it lacks for rollouts."""
     version = _parse_version(await http.get("/version", "the version of vLLM"))
     openapi = await http.get("/openapi.json", "vLLM's description of its routes")
     paths = _keys_at(openapi, "paths")
@@ -116,7 +115,6 @@ def _parse_version(answer: Any) -> tuple[int, ...]:
 
 
 def _keys_at(described: Any, *names: str) -> set[str]:
-    """Return the keys of the object that a path of names leads to; none where there is no such."""
     for name in names:
         described = described.get(name, {}) if isinstance(described, dict) else {}
     return set(described) if isinstance(described, dict) else set()

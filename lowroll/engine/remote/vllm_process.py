@@ -1,6 +1,6 @@
-"""A vLLM server as a child: in a process group of its own, and ended with this process. It has a
-Unix socket in a private folder, because vLLM's control routes (`VLLM_SERVER_DEV_MODE`) need no
-token, and on loopback every user of the machine could call them."""
+"""A vLLM server as a child, in a process group of its own. It has a Unix socket in a private folder,
+because its control routes (`VLLM_SERVER_DEV_MODE`) need no token: on loopback every user of the
+machine could call them."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ UNLESS_SET = {  # for the CPU, but for the last: it cannot return processed log-
 
 class VllmProcess:
     """A vLLM. arguments: of `vllm serve`, without an address. python: default LOWROLL_VLLM_PYTHON,
-    or this one. site: the folder that vLLM is unpacked in, where it is not installed; default
-    LOWROLL_VLLM_PATH. devices: its CUDA_VISIBLE_DEVICES. log: appended to; it outlives the process.
-    folder: of its socket, removed with it; default a temporary one."""
+    or this one. site: the folder of an unpacked vLLM; default LOWROLL_VLLM_PATH. devices: its
+    CUDA_VISIBLE_DEVICES. log: appended to, and kept. folder: of its socket, removed with it; default
+    a temporary one. ValueError when it does not start."""
 
     def __init__(
         self,
@@ -90,8 +90,7 @@ class VllmProcess:
             ) from None
 
     def wait_ready(self, deadline_s: float, tell: Callable[[str], object]) -> None:
-        """Wait until it accepts connections. tell: receives the state of the wait. EngineLost with
-        the last error of its log."""
+        """Wait until it accepts connections. tell: receives the state of the wait. EngineLost."""
         began_at = told_at = time.monotonic()
         end = began_at + deadline_s
         tell(f"starting vLLM, which takes a minute or more; what it says: {self.log}")
@@ -113,7 +112,7 @@ class VllmProcess:
         )
 
     def lost(self) -> str | None:
-        """Return why vLLM has ended, in the words of its log; None while it runs."""
+        """Return why vLLM has ended, by its log; None while it runs."""
         if self.child.poll() is None:
             return None
         return f"vLLM has ended; the last error of {self.log}: {last_error(self.log, self._began)}"
@@ -135,7 +134,6 @@ class VllmProcess:
 
 
 def _environment(site: str | None, devices: str | None) -> Mapping[str, str]:
-    """Return vLLM's environment: what concerns it of this process's own, and our settings."""
     prefixed_names = [name for name in os.environ if name.startswith(PREFIXES)]
     environment = machine.kept_env(*PASSED, *prefixed_names)
     environment.pop("VIRTUAL_ENV", None)  # it has an environment of its own

@@ -2,9 +2,9 @@
 
     python vllm_reaper.py ARGUMENTS OF vllm serve
 
-Standard input is a pipe that lowroll holds and never writes to. When it closes, vLLM is terminated,
-and what is left of the group after `GRACE` seconds is killed. When vLLM's first process ends, so do
-the others. Standard library only: vLLM's environment does not have lowroll.
+Standard input is a pipe that lowroll holds. When it closes, vLLM is terminated, and after `GRACE`
+seconds killed. When its first process ends, so do the others. Standard library only: vLLM's
+environment does not have lowroll.
 """
 
 import os

@@ -1,5 +1,5 @@
-"""A client of a vLLM server. Where vLLM differs from lowroll's engine, the client adapts, or
-refuses by name (docs/vllm.md)."""
+"""A client of a vLLM server. It adapts, or refuses by name, where vLLM differs from lowroll's engine
+(docs/vllm.md)."""
 
 from __future__ import annotations
 
@@ -96,8 +96,7 @@ class VllmServer(EngineServer):
 
     @classmethod
     async def meet(cls, http: HttpClient, model: str | None, folder: Path | None) -> VllmServer:
-        """Probe a vLLM of a pool. ValueError names what it lacks, or what of its model is not
-        readable here."""
+        """Probe a vLLM of a pool. ValueError as of `probe`, `model_folder` and `read_served`."""
         probed = await probe(http)
         if model not in (None, probed.model):
             raise ValueError(f"model: {http.url} serves {probed.model}, and not {model}")
@@ -215,8 +214,8 @@ class VllmServer(EngineServer):
         await self.ask("POST", ADAPTERS[1], f"unloading adapter {name}", deadline_s, body)
 
     async def reload(self, folder: Path, what: str, deadline_s: float) -> None:
-        """Load all weights from a folder, after the requests in flight have ended, and forget the
-        prefix cache. After a failure it stays paused."""
+        """Load all weights from a folder after the requests in flight, and forget the prefix cache.
+        After a failure it stays paused."""
         await self.pause("wait", deadline_s)
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self.ask("POST", "/collective_rpc", what, deadline_s, body)
@@ -235,7 +234,6 @@ class VllmServer(EngineServer):
     async def _take_adapter(
         self, broadcast: Broadcast, deadline_s: float, in_use: Set[str]
     ) -> None:
-        """Load the adapter of a broadcast, and unload older ones that no request in flight uses."""
         name = f"{ADAPTER_PREFIX}{broadcast.version}-{broadcast.digest[:12]}"
         loaded_names = await self._loaded_adapters()
         if name not in loaded_names:
@@ -260,8 +258,7 @@ def _int_or_zero(text: str | None) -> int:
 
 
 def model_folder(url: str, named: str | Path) -> Path:
-    """Return the folder on this machine that holds the model of a server. ValueError when it is not
-    readable here."""
+    """Return the folder of a server's model. ValueError when it is not readable here."""
     try:
         folder = resolve(named, weights=False, connect=False).resolve()
     except ValueError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from lowroll.engine.remote.http_client import ServerError, happens_within
 from lowroll.engine.remote.replica import PoolOptions, Replica
@@ -21,8 +21,8 @@ GONE = 409  # the status of an engine that does not find the version any more
 
 
 class WeightBroadcaster:
-    """A broadcaster of weights, on the pool's loop alone. dispatch: called when an engine can draw
-    again. told: returns what is wrong with each engine."""
+    """A broadcaster, on the pool's loop alone. dispatch: called when an engine can draw again. told:
+    returns what is wrong with each engine."""
 
     def __init__(
         self,
@@ -60,7 +60,6 @@ class WeightBroadcaster:
         return is_replacement
 
     def _settle(self, policies: dict[Replica, HeldPolicy]) -> None:
-        """Agree on the policy that most engines acknowledge, and mark the others unhealthy."""
         agreed_policy = agreed({replica.url: policy for replica, policy in policies.items()})
         for replica, policy in policies.items():
             if policy != agreed_policy:
@@ -68,8 +67,8 @@ class WeightBroadcaster:
         self.versions.settle(agreed_policy)
 
     async def _until_taken(self, broadcast: Broadcast, superseded: Callable[[], bool]) -> None:
-        """Wait until an engine that connects later has taken the version; return at once if one has
-        already. Raises Superseded when a newer version exists, ServerError after `start_s`."""
+        """Wait until an engine, which may connect later, has taken the version. Superseded when a
+        newer one exists, ServerError after `start_s`."""
         versions, options = self.versions, self.options
         name, clock = broadcast.path.name, asyncio.get_running_loop().time
         end, remind_at = clock() + options.start_s, clock() + options.silent_s
@@ -93,9 +92,9 @@ class WeightBroadcaster:
     async def _send(
         self, ready: list[Replica], broadcast: Broadcast, superseded: Callable[[], bool]
     ) -> tuple[dict[Replica, HeldPolicy], bool]:
-        """Have all engines take the version in parallel. Return the policy that each acknowledges,
-        and whether a newer version replaced this one. Engines that need more than twice the time of
-        the first finish in the background."""
+        """Have all engines take the version. Return the policy that each acknowledges, and whether a
+        newer version replaced this one. Those that need more than twice the time of the first finish
+        in the background."""
         loop = asyncio.get_running_loop()
         replicas_by_task = {
             asyncio.ensure_future(replica.take(broadcast)): replica for replica in ready
@@ -121,20 +120,17 @@ class WeightBroadcaster:
                 else:  # the others get as long again as this engine needed
                     now = loop.time()
                     end = min(end, now + max(ABREAST_S, now - began_at))
-        late = {replicas_by_task[task]: task for task in pending}
-        if policies:
-            self._wait_beside(late, broadcast, self._grace(ready))
-        else:
-            _give_up_on(late, broadcast)
+        for task in pending:
+            replica = replicas_by_task[task]
+            if policies:
+                late = self._await_late(replica, task, broadcast, self._grace(ready))
+                waiter = asyncio.ensure_future(late)
+                self._late.add(waiter)
+                waiter.add_done_callback(self._late.discard)
+            else:
+                task.cancel()
+                replica.mark_unhealthy(f"it has not taken {broadcast.path.name} in time")
         return policies, is_superseded
-
-    def _wait_beside(
-        self, late: Mapping[Replica, asyncio.Future[HeldPolicy]], broadcast: Broadcast, grace: float
-    ) -> None:
-        for replica, task in late.items():
-            waiter = asyncio.ensure_future(self._await_late(replica, task, broadcast, grace))
-            self._late.add(waiter)
-            waiter.add_done_callback(self._late.discard)
 
     async def _await_late(
         self,
@@ -143,8 +139,8 @@ class WeightBroadcaster:
         broadcast: Broadcast,
         seconds: float,
     ) -> None:
-        """Wait for a late engine. It works again, or is marked unhealthy when it fails, needs more
-        than `seconds`, or holds other weights than the engines that were in time."""
+        """Wait for a late engine; mark it unhealthy when it fails, needs more than `seconds`, or
+        holds other weights than the others."""
         try:
             async with asyncio.timeout(seconds):
                 held_policy = await task
@@ -152,26 +148,18 @@ class WeightBroadcaster:
             replica.mark_unhealthy(
                 f"it had not taken {broadcast.path.name} {seconds:g} s after the others"
             )
-            return
         except ServerError as error:
             replica.mark_unhealthy(f"it did not take {broadcast.path.name}: {error}")
-            return
-        if broadcast == self.versions.newest and not self.versions.agrees(held_policy):
-            replica.mark_unhealthy(
-                "its weights have another digest than those of the other engines"
-            )
-        self._dispatch()
+        else:
+            if broadcast == self.versions.newest and held_policy != self.versions.held:
+                replica.mark_unhealthy(
+                    "its weights have another digest than those of the other engines"
+                )
+            self._dispatch()
 
     def _grace(self, replicas: list[Replica]) -> float:
-        """Return the seconds for the others after the first has the weights: some finish their
-        requests first."""
+        """Return the seconds for late engines, of which some finish their requests first."""
         any_drains = any(
             replica.server is not None and not replica.server.in_flight for replica in replicas
         )
         return max(self.options.silent_s, self.options.timeout_s if any_drains else 0.0)
-
-
-def _give_up_on(late: Mapping[Replica, asyncio.Future[HeldPolicy]], broadcast: Broadcast) -> None:
-    for replica, task in late.items():
-        task.cancel()
-        replica.mark_unhealthy(f"it has not taken {broadcast.path.name} in time")
