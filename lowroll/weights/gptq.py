@@ -245,7 +245,6 @@ def _output_square(w_NK: Tensor, gram_KK: Tensor) -> float:
 
 
 def _check_gridded(model: Transformer, chosen: Format, forms: dict[str, Format]) -> None:
-    """Raise ValueError for a format without a grid, or one that does not fit a matrix."""
     if not any(isinstance(form, Gridded) for form in forms.values()):
         raise ValueError(
             f"gptq: {chosen.name} has no grid that codes could be moved on; round it to nearest"

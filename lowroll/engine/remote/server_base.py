@@ -120,7 +120,7 @@ class EngineServer(ABC):
     async def resume(self) -> None: ...
 
     def facts(self) -> Mapping[str, Any]:
-        """Return, by its name in errors, each fact on which all engines of a pool must agree."""
+        """Return the facts on which all engines of a pool must agree, by their names in errors."""
         capabilities, behavior = self.capabilities, self.behavior
         return {
             "kind of server": type(self).__name__.removesuffix("Server").lower(),

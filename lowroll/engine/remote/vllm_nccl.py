@@ -39,7 +39,7 @@ INIT, START, UPDATE, FINISH = TRANSFER
 
 
 class NcclTransfer:
-    """The learner's end. begin: starts a call to the server. local: vLLM runs on this machine.
+    """The learner's end. begin: starts a call to the server. local: vLLM is on this machine.
     deadline_s: of each step."""
 
     def __init__(

@@ -135,8 +135,8 @@ def _base_model(answer: Any) -> tuple[str, str, int]:
 
 
 async def _is_processed(http: HttpClient, model: str) -> bool:
-    """Return whether log-probs are those after temperature and top-k: then two tokens that are left
-    have all the mass, and are half as far apart at temperature 2 as at 1."""
+    """Return whether log-probs are those after temperature and top-k: then the two tokens left have
+    all the mass, and half the distance at temperature 2."""
     plain = await _two_likeliest(http, model, temperature=1.0, top_k=0)
     hot = await _two_likeliest(http, model, temperature=HOTTEST, top_k=2)
     mass = math.exp(hot[0]) + math.exp(hot[1])
@@ -178,8 +178,7 @@ async def _on_cpu(http: HttpClient) -> bool | None:
 
 
 async def _takes_adapters(http: HttpClient) -> bool:
-    """Return whether a server was started with LoRA: else it refuses any adapter, and not for its
-    folder."""
+    """Return whether it was started with LoRA: else it refuses an adapter for more than its folder."""
     body = {"lora_name": "lowroll-probe", "lora_path": "/nonexistent/lowroll-probe"}
     try:
         await http.answer(HttpCall("POST", ADAPTERS[0], "the probe of adapters", body))

@@ -152,8 +152,8 @@ def lasting_folder(of: str) -> Path:
 
 
 def _make_private(folder: Path) -> None:
-    """Create the folder for this user alone, without the socket of a killed process. ValueError
-    when it is somebody else's."""
+    """Create the folder for this user alone, without an old socket. ValueError when it is somebody
+    else's."""
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     status = folder.lstat()
@@ -163,7 +163,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _short_temporary_folder() -> str | None:
-    """Return a folder short enough for a socket's path of 107 bytes; None for the usual place."""
+    """Return a folder for a socket's path of at most 107 bytes; None for the usual one."""
     return None if len(tempfile.gettempdir()) < 60 else "/tmp"
 
 

@@ -305,11 +305,9 @@ def _weight_format(config: dict[str, Any]) -> str:
 
 
 def _eos_ids(config: dict[str, Any], folder: Path) -> frozenset[int]:
-    """Return the end-of-sequence ids of all files that vLLM reads; it reports a broken one."""
-    ids: set[int] = set()
-    with suppress(ValueError):
-        ids |= {*token_ids(config, "eos_token_id")}
-    with suppress(ValueError):
+    """Return the end-of-sequence ids of all files that vLLM reads. ValueError for the config's."""
+    ids = {*token_ids(config, "eos_token_id")}
+    with suppress(ValueError):  # vLLM itself reports a broken file
         ids |= {*generation_eos_ids(folder)}
     with suppress(ValueError, KeyError, TypeError):
         eos_token = read_json(folder / "tokenizer_config.json")["eos_token"]

@@ -77,7 +77,7 @@ class BucketLayout(msgspec.Struct, frozen=True):
 def pack(
     tensors: Mapping[str, Tensor], digest: str, device: torch.device
 ) -> tuple[BucketLayout, list[Tensor]]:
-    """Copy tensors, in their order, into uint8 buckets of at most BUCKET_BYTES on a device."""
+    """Copy tensors, in their order, into uint8 buckets on a device, each filled up to BUCKET_BYTES."""
     slots: list[TensorSlot] = []
     sizes: list[int] = []  # of the buckets; the last one is being filled
     for name, tensor in tensors.items():

@@ -62,7 +62,7 @@ class Shadow:
         return sum(tensor.nbytes for tensor in self._now().values())
 
     def renew(self, version: int) -> None:
-        """Record that engines hold the present weights as this version."""
+        """Record that engines hold the present weights."""
         for name, tensor in self._now().items():
             if name in self._tensors:
                 self._tensors[name].copy_(tensor)
