@@ -55,10 +55,11 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"torch", "safetensors", "msgspec"},
     ),
     # engine -> weights: the engine takes new weights through the one corridor
-    # engine -> checkpoint: weights for an engine elsewhere are laid in folders that appear whole
+    # engine -> checkpoint: weights for an engine elsewhere are laid in folders that appear whole;
+    # msgspec checks what a server states
     "engine": (
         {"model", "quant", "kv", "kernels", "types", "machine", "weights", "checkpoint"},
-        {"torch", "aiohttp", "llguidance"},
+        {"torch", "aiohttp", "llguidance", "msgspec"},
     ),
     # server -> weights, transport: new weights are read from a broadcast's folder and handed on as
     # updates

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 from lowroll.engine.base import InFlight
 from lowroll.engine.remote.http_client import (
@@ -27,12 +27,10 @@ from lowroll.engine.remote.lowroll_server import WHAT, LowrollServer
 from lowroll.engine.remote.protocol import Origin, ResponseAssembler
 from lowroll.engine.remote.server_base import EngineServer, HeldPolicy, ServerProgress
 from lowroll.engine.remote.verify import canary_logprobs, check_canary
+from lowroll.engine.remote.versions import PolicyVersions
 from lowroll.engine.remote.vllm_server import VllmServer
 from lowroll.types import Request
 from lowroll.weights.sync.base import Broadcast
-
-if TYPE_CHECKING:
-    from lowroll.engine.remote.replica_set import ReplicaSet
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +139,23 @@ class EngineActivity:
         return None
 
 
+class ReplicaOwner(Protocol):
+    """The replica set, as its replicas see it."""
+
+    versions: PolicyVersions
+    replicas: list[Replica]
+
+    def agree(self, replica: Replica) -> None:
+        """Raise ValueError when it differs from the other replicas."""
+        ...
+
+    def admitted(self, replica: Replica) -> None: ...
+    def evicted(self, replica: Replica) -> None: ...
+    def heard(self, replica: Replica) -> None: ...
+
+    def misfit(self, replica: Replica, error: Exception) -> None: ...
+
+
 async def connect_server(http: HttpClient, options: PoolOptions) -> EngineServer:
     """Return a client for the kind of server that answers. ValueError names what does not fit."""
     call = HttpCall("GET", "/v1/models", WHAT, None, options.heartbeat_s)
@@ -167,7 +182,7 @@ class Replica:
     run, because the configuration names it."""
 
     def __init__(
-        self, url: str, owner: ReplicaSet, options: PoolOptions, *, named: bool = True
+        self, url: str, owner: ReplicaOwner, options: PoolOptions, *, named: bool = True
     ) -> None:
         limit = options.concurrency + OURS
         self.http = HttpClient(url, token=options.token, concurrency=limit, lost=options.lost)
