@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path as FilePath
+from pkgutil import resolve_name
 
 from lowroll.config.build import Overrides, build, read
 from lowroll.config.document import ConfigError, Document, plain
 from lowroll.config.resolve import RunConfig
-from lowroll.config.surogate.read import load_sections
+
+SECTIONS = "lowroll.config.surogate.read:load_sections"  # imported only when needed
 
 
 def load(path: str | FilePath, overrides: Overrides = ()) -> RunConfig:
@@ -26,7 +28,8 @@ def load(path: str | FilePath, overrides: Overrides = ()) -> RunConfig:
     """
     document = read(path)
     if {"orch", "infer"} & document.value.keys():
-        return load_sections(document, overrides)
+        cfg: RunConfig = resolve_name(SECTIONS)(document, overrides)
+        return cfg
     return build(document, overrides)
 
 
