@@ -424,18 +424,31 @@ def measure(
         warm(ours, ours.served.url)
         complete = True
         if vllm is not None:
-            try:
+            with told("vLLM") as failed:
                 beside_vllm(ours, vllm, args, store)
-            except PeerFailed as error:
-                say(f"vLLM: not run ({error})")
-                complete = False
+            complete &= not failed
             vllm.close()
         if "rollout" in args.parts:
             for batch, group in itertools.product(args.batches, GROUPS):
-                store([rollouts(ours, batch, group, args.rounds)])
+                with told(f"{batch} rollouts") as failed:
+                    store([rollouts(ours, batch, group, args.rounds)])
+                complete &= not failed
         if "update" in args.parts:
-            store(updates(ours, args.device))
+            with told("updates") as failed:
+                store(updates(ours, args.device))
+            complete &= not failed
     return complete
+
+
+@contextmanager
+def told(part: str) -> Iterator[list[PeerFailed]]:
+    """Print why the part in this block failed, and add it to the list; other parts go on."""
+    failed: list[PeerFailed] = []
+    try:
+        yield failed
+    except PeerFailed as error:
+        failed.append(error)
+        say(f"{part}: not run ({error})")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ import subprocess
 import time
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
+from urllib.request import ProxyHandler, build_opener
 
 from bench.peer import PeerFailed, vllm_environment
 from bench.vllm_worker import config
@@ -23,6 +23,7 @@ from lowroll.runs.roles.local import reserve_port
 
 START_S = 300.0
 END_S = 20.0
+_OPENER = build_opener(ProxyHandler({}))  # for our own child, whatever http_proxy says
 
 
 class VllmServer:
@@ -67,7 +68,7 @@ class VllmServer:
         return str(json.loads(self._get("/version"))["version"])
 
     def _get(self, path: str) -> bytes:
-        with urlopen(f"{self.url}{path}", timeout=5.0) as answer:  # noqa: S310  of our own child
+        with _OPENER.open(f"{self.url}{path}", timeout=5.0) as answer:
             return bytes(answer.read())
 
     def last_words(self) -> str:

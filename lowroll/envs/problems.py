@@ -177,13 +177,14 @@ def read_answer(row: dict[str, Any], key: str, where: str) -> tuple[str, str]:
     """Return the gold answer in a row's field, those of a list joined, and the worked solution; ""
     where there is none. ValueError names the place of another value."""
     values = row[key] if isinstance(row[key], list) else [row[key]]
-    texts = [as_text(value, where) for value in values] or [""]
+    texts = [as_text(value, where) for value in values]
+    whole = ", ".join(texts)
     if key == "solution":  # a worked solution, whose last sentences hold the answer
-        answer = last_answer(texts[0], joined=False) or ""
+        answer = last_answer(whole, joined=False) or ""
     else:
         answer = ", ".join(filter(None, map(final_answer, texts)))
-    is_worked = key == "solution" or "####" in texts[0]
-    solution = texts[0] if is_worked else row.get("solution")
+    is_worked = key == "solution" or "####" in whole
+    solution = whole if is_worked else row.get("solution")
     return answer, CALCULATOR.sub("", solution).strip() if isinstance(solution, str) else ""
 
 

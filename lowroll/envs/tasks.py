@@ -36,7 +36,8 @@ def prompt_at(env: Environment, index: int, split: str = "train") -> Prompt:
         key for key, value in prompt.info.items() if key not in sent or sent[key] != value
     ]:
         raise ValueError(
-            f"{where}: info must be JSON data, and info[{changed[0]!r}] would not come back as it is"
+            f"{where}: info must be JSON data, and info[{changed[0]!r}], "
+            f"{repr(prompt.info[changed[0]])[:60]}, would not come back as it is"
         )
     return prompt
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def limited(seconds: float, error: type[BaseException], of_cpu: bool = False) -> Iterator[None]:
-    """Raise `error` in the main thread, as of a scoring worker, each time that so many seconds (of
-    CPU time) have passed; nothing in other threads. A long operation of C code is not
+    """Raise `error` in the main thread, as of a scoring worker, when so many seconds have passed, and of
+    CPU time each time that they have; nothing in other threads. A long operation of C code is not
     interrupted."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -24,7 +24,7 @@ def limited(seconds: float, error: type[BaseException], of_cpu: bool = False) ->
     if of_cpu:
         timer, number = signal.ITIMER_VIRTUAL, signal.SIGVTALRM
     previous_handler = signal.signal(number, stop)
-    signal.setitimer(timer, seconds, seconds)
+    signal.setitimer(timer, seconds, seconds if of_cpu else 0)
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ def integer(config: Mapping[str, Any], key: str, default: int | None = None) -> 
 
 
 def count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return an integer, 0 or positive."""
+    """Return an integer, 0 or positive. ValueError names the key."""
     value = config.get(key, default)
     return 0 if type(value) is int and value == 0 else integer(config, key, default)
 
@@ -39,7 +39,7 @@ def positive(config: Mapping[str, Any], key: str, default: float | None = None) 
 
 
 def flag(config: Mapping[str, Any], key: str) -> bool:
-    """Return a boolean, False where there is none."""
+    """Return a boolean, False where there is none. ValueError names the key."""
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
         raise ValueError(f"{key}: expected true or false, got {value!r}")
@@ -47,7 +47,7 @@ def flag(config: Mapping[str, Any], key: str) -> bool:
 
 
 def token_ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """Return token ids, of which a config names none, one or a list."""
+    """Return token ids, of which a config names none, one or a list. ValueError names the key."""
     value = config.get(key)
     if value is None:
         return ()
@@ -61,7 +61,7 @@ def token_ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
 
 
 def layer_list(config: Mapping[str, Any], key: str, kinds: set[Any], layers: int) -> list[Any]:
-    """Return a list with one of these kinds for each layer."""
+    """Return a list with one of these kinds for each layer. ValueError names the key."""
     values = config.get(key)
     if not isinstance(values, list) or len(values) != layers:
         raise ValueError(f"{key}: expected a list of {layers} values, one for each layer")

@@ -40,7 +40,7 @@ def regular(path: Path, most: int) -> int:
 
 
 def read_json(path: Path, most: int = MOST_JSON) -> Any:
-    """Read a JSON file of at most `most` bytes."""
+    """Read a JSON file of at most `most` bytes. ValueError names the file and the reason."""
     regular(path, most)
     try:
         return json.loads(path.read_text(encoding="utf-8"))

@@ -107,7 +107,7 @@ class _TokenLogProbs(torch.autograd.Function):
         if needs_hidden and not needs_weight:
             slope_TD = torch.empty_like(hidden_TD)
             buffer_CV = weight_VD.new_empty(min(chunk, len(hidden_TD)), len(weight_VD))
-        num_kept = KEPT if needs_weight and _wide(hidden_TD) else 0
+        num_kept = _kept(hidden_TD) if needs_weight else 0
         ctx.kept = {}  # G by chunk; its reader drops it
         for i, rows in enumerate(_chunks(hidden_TD, chunk)):
             if exact:
@@ -185,7 +185,13 @@ def _chunks(hidden_TD: Tensor, chunk: int) -> list[slice]:
     return [slice(start, start + chunk) for start in range(0, hidden_TD.shape[0], chunk)]
 
 
+def _kept(hidden_TD: Tensor) -> int:
+    """Return the number of chunks whose G is kept."""
+    return KEPT if _wide(hidden_TD) else 0
+
+
 def _wide(x: Tensor) -> bool:
+    """Return whether the device gives float32 sums of half-precision products."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 

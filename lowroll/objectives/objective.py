@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from pkgutil import resolve_name
 from typing import Any
 
@@ -21,6 +21,17 @@ from lowroll.objectives.table import ALGORITHMS, CORRECTIONS, ObjectiveRow, pair
 GIVEN = ("tokens", "counts")  # parameters of a function that are not options
 
 
+@cache
+def _function(home: str) -> Callable[..., TokenValues]:
+    function: Callable[..., TokenValues] = resolve_name(home)
+    return function
+
+
+@cache
+def _parameters(home: str) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(_function(home)).parameters
+
+
 @dataclass(frozen=True)
 class Objective:
     """A policy objective."""
@@ -28,14 +39,13 @@ class Objective:
     name: str
     row: ObjectiveRow
 
-    @cached_property
+    @property
     def function(self) -> Callable[..., TokenValues]:
-        function: Callable[..., TokenValues] = resolve_name(self.row.home)
-        return function
+        return _function(self.row.home)
 
-    @cached_property
+    @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        return inspect.signature(self.function).parameters
+        return _parameters(self.row.home)
 
     @property
     def needs_proximal(self) -> bool:
@@ -45,7 +55,7 @@ class Objective:
     def needs_behavior(self) -> bool:
         return "behavior" in self.row.log_probs
 
-    @cached_property
+    @property
     def options(self) -> dict[str, Any]:
         """All options (eps_low, cap, reduce, ...) with their defaults."""
         own = {name: p.default for name, p in self.parameters.items() if name not in GIVEN}

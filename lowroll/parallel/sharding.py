@@ -41,7 +41,7 @@ class Sharded(RankGroup):
     """This process in a group that shards a model. Arguments as for `RankGroup`.
 
     Shards are on the ranks' device; a model on the host is moved by block. Scale, align and adapt a
-    model first.
+    model first. `shard` raises ValueError for low-bit weights, before anything changes.
     """
 
     lockstep = True

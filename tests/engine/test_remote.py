@@ -782,6 +782,30 @@ def test_an_origin_without_numbers_names_its_request() -> None:
         _met(_stated()).tag(ASKED, tag, 0, one)
 
 
+@pytest.mark.parametrize("lost", ["sampler", "start"])
+def test_an_origin_that_leaves_something_out_names_its_request(lost: str) -> None:
+    """What is made here has defaults for these; a server states them."""
+    tag = BehaviorTag((PolicySpan(0, ""),), "fp32")
+    stated = asdict(replace(tag, request_id=ASKED.id, seed=ASKED.seed))
+    one = ArrivingSample(stated={"behavior": stated})
+    (stated if lost == "sampler" else stated["policy"][0]).pop(lost)
+    with pytest.raises(ServerError, match="request a: no behavior of a sample"):
+        _met(_stated()).tag(ASKED, tag, 0, one)
+
+
+@pytest.mark.parametrize("lost", ["layers", "heads", "after", "numbers", None])
+def test_evictions_are_stated_whole(lost: str | None) -> None:
+    """Without one of them a learner would replay a bounded cache as a dense one."""
+    stated = {"layers": 1, "heads": 1, "after": [3], "numbers": "AAAA"}
+    if lost is None:
+        found = _met(_stated()).evictions(ArrivingSample(stated={"evictions": stated}))
+        assert found is not None and found.after == (3,)
+        return
+    del stated[lost]
+    with pytest.raises(ServerError, match="evictions: "):
+        _met(_stated()).evictions(ArrivingSample(stated={"evictions": stated}))
+
+
 REQUESTS = [
     Request(prompt(5, 1), n=8, max_tokens=12, seed=3, id="a", temperature=0.7),
     Request(prompt(9, 2), max_tokens=7, seed=2**62, id="", top_k=5, top_p=0.9, top_logprobs=3),

@@ -268,6 +268,9 @@ def test_problem_rows_of_every_dialect():
     assert read(question="q", answer="$[-2, 1)$") == ("q", "[-2, 1)", "")
     assert read(problem="q", answer=27.0) == ("q", "27", "")
     assert read(question="q", final_answer=["4"]) == ("q", "4", "")
+    assert read(question="q", answer=["$1$", "$2$"]) == ("q", "1, 2", "")
+    steps = ["work", r"so \boxed{7}"]
+    assert read(question="q", solution=steps) == ("q", "7", r"work, so \boxed{7}")
     assert read(question="q", answer=" ") is None and read(problem="q", solution="no box") is None
     for bad in (
         {"answer": "3"},

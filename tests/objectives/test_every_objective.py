@@ -4,6 +4,7 @@ second of a row alone."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from pathlib import Path
@@ -371,3 +372,11 @@ def test_an_environments_tokens_are_not_measured():
             }
         )
     assert len(found[0]) > 30 and found[1] == pytest.approx(found[0], rel=1e-12, abs=1e-14)
+
+
+def test_an_objective_can_be_copied_after_its_use() -> None:
+    """With options that are its caller's own."""
+    objective = named("grpo")
+    objective.options["eps_low"] = 0.5
+    assert objective.options["eps_low"] != 0.5
+    assert copy.deepcopy(objective) == objective

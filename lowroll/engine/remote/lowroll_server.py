@@ -111,8 +111,10 @@ class LowrollServer(EngineServer):
         if eviction_fields is None:
             return None
         try:
+            if missing := {field.name for field in fields(Evictions)} - {*eviction_fields}:
+                raise ValueError(f"no {', '.join(sorted(missing))}")
             return msgspec.convert(eviction_fields, Evictions)
-        except msgspec.ValidationError:
+        except (TypeError, ValueError):
             raise ServerError(f"evictions: {excerpt(eviction_fields)}") from None
 
     def stats(self, metrics: str) -> EngineStats:
@@ -202,6 +204,9 @@ def _parse_tag(stated: dict[str, Any]) -> BehaviorTag:
     if set(stated) - field_names:
         raise TypeError(f"unknown fields: {set(stated) - field_names}")
     tag = msgspec.convert(stated, BehaviorTag)
+    # defaults are for tags that are made here: a server states each of these
+    if "sampler" not in stated or any("start" not in span for span in stated["policy"]):
+        raise ValueError("no sampler, or a span without its start")
     if not tag.policy:
         raise ValueError("no policy")
     return tag

@@ -157,7 +157,8 @@ class ReplicaOwner(Protocol):
 
 
 async def connect_server(http: HttpClient, options: PoolOptions) -> EngineServer:
-    """Return a client for the kind of server that answers. ValueError names what does not fit."""
+    """Return a client for the kind of server that answers. ServerError; ValueError names what does
+    not fit."""
     call = HttpCall("GET", "/v1/models", WHAT, None, options.heartbeat_s)
     answer = await http.answer(call)
     model = options.model if options.check_model else None

@@ -273,7 +273,17 @@ def model_folder(url: str, named: str | Path) -> Path:
 
 def read_served(folder: Path) -> ServedModel:
     """Read the facts about a served model from its folder, without torch and for models that lowroll
-    does not compute. ValueError names what is wrong."""
+    does not compute. ValueError names the folder and what is wrong."""
+    try:
+        return _read_served(folder)
+    except ValueError as error:
+        raise ValueError(
+            f"folder: {printable(folder)}, which vLLM serves: {error}; name the model's folder on this "
+            "machine"
+        ) from None
+
+
+def _read_served(folder: Path) -> ServedModel:
     config = read_config(folder)
     vocab_size = config.get("vocab_size")
     if type(vocab_size) is not int:

@@ -77,7 +77,7 @@ class CaseResults:
 
     @property
     def all_passed(self) -> bool:
-        return self.share == 1.0
+        return self.count("passed") == len(self.results)
 
 
 def is_right(case: Case, output: str, value: Any = None) -> bool:

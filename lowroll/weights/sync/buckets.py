@@ -77,7 +77,8 @@ class BucketLayout(msgspec.Struct, frozen=True):
 def pack(
     tensors: Mapping[str, Tensor], digest: str, device: torch.device
 ) -> tuple[BucketLayout, list[Tensor]]:
-    """Copy tensors, in their order, into uint8 buckets on a device, each filled up to BUCKET_BYTES."""
+    """Copy tensors, in their order, into uint8 buckets on a device, each filled up to BUCKET_BYTES.
+    ValueError names a tensor that is not of a dtype of weights."""
     slots: list[TensorSlot] = []
     sizes: list[int] = []  # of the buckets; the last one is being filled
     for name, tensor in tensors.items():
@@ -86,6 +87,8 @@ def pack(
             sizes.append(0)
         bucket, offset = len(sizes) - 1, sizes[-1]
         dtype_name: Any = str(tensor.dtype).removeprefix("torch.")
+        if dtype_name not in _DTYPES:
+            raise ValueError(f"{name}: {dtype_name}, expected one of {', '.join(_DTYPES)}")
         slots.append(TensorSlot(name, dtype_name, tuple(tensor.shape), bucket, offset))
         sizes[-1] += aligned_size
     layout = BucketLayout(tuple(slots), tuple(sizes), digest)
