@@ -220,23 +220,27 @@ def hints(found: dict[str, Any]) -> list[str]:
 def _cuda_hints(found: dict[str, Any]) -> list[str]:
     if found["device"] == "cpu":
         return [_explain_no_cuda(found)]
+    hints = []
+    if found["packages"]["triton"] is None:
+        hints.append("Triton is missing, so almost every kernel is plain torch: pip install triton")
+    if not _answer(found, "fp8 product", "torch._scaled_mm")["used"]:
+        hints.append("this GPU does not multiply FP8: take weights: int8 in the place of fp8")
     streamed = _answer(found, "4-bit product (nvfp4, mxfp4, int4)", "matmul/streamed.cu")
-    if not streamed["used"] and "capability" in streamed["why_not"]:
-        remedy = "; weights: int8 is faster on this GPU"
-    elif found["nvcc"] is None:
-        remedy = ": install the CUDA toolkit, or set CUDA_HOME to where its nvcc is"
-    else:
-        remedy = ": nvcc is there and does not work (its words are above)"
-    fp8_is_used = _answer(found, "fp8 product", "torch._scaled_mm")["used"]
-    advice = {
-        "Triton is missing, so almost every kernel is plain torch: pip install triton": (
-            found["packages"]["triton"] is None
-        ),
-        "this GPU does not multiply FP8: take weights: int8 in the place of fp8": not fp8_is_used,
-        "4-bit weights are dequantized for every product here, so they save memory, not time"
-        f"{remedy}": not streamed["used"],
-    }
-    return [hint for hint, applies in advice.items() if applies]
+    if not streamed["used"]:
+        hints.append(
+            "4-bit weights are dequantized for every product here, so they save memory, not time"
+            f"{_remedy(found, streamed)}"
+        )
+    return hints
+
+
+def _remedy(found: dict[str, Any], streamed: dict[str, Any]) -> str:
+    """Return what helps where the 4-bit product is not used."""
+    if "capability" in streamed["why_not"]:
+        return "; weights: int8 is faster on this GPU"
+    if found["nvcc"] is None:
+        return ": install the CUDA toolkit, or set CUDA_HOME to where its nvcc is"
+    return ": nvcc is there and does not work (its words are above)"
 
 
 def _answer(found: dict[str, Any], product: str, kernel: str) -> dict[str, Any]:
