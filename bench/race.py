@@ -59,6 +59,7 @@ from bench.worker import on_gpu
 from lowroll.config import RunConfig, from_mapping
 from lowroll.model import hf
 from lowroll.model.folder import resolve
+from lowroll.model.spec import read_spec
 from lowroll.runs.assembly import environments, models, trainer
 from lowroll.runs.demo import reward_of
 from lowroll.trainer.optim import learning_rate
@@ -135,8 +136,7 @@ def shaped(folder: Path, shape: str, model: str, device: str) -> Run:
     """Write random weights of a shape with the tokenizer of `model` as `folder/model`; return what is
     recorded of them."""
     tokenizer = resolve(model)
-    stored = json.loads((tokenizer / "config.json").read_text())
-    config = SHAPES[shape] | {"eos_token_id": stored["eos_token_id"]}
+    config = SHAPES[shape] | {"eos_token_id": list(read_spec(tokenizer).eos_ids)}
     hf.save(random_model(config, device), folder / "model", tokenizer_from=tokenizer)
     return {"shape": shape, "weights": "random", "tokenizer": model}
 

@@ -34,14 +34,18 @@ def needs_the_kernel() -> None:
         pytest.skip(found.why_not)
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize("wide", [True, False])
-def test_bits_are_those_of_the_floats(
-    kind: int, wide: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(params=["AVX-512", "AVX2"])
+def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take one of the library's two instruction sets."""
+    wide = request.param == "AVX-512"
     if wide and not ordered.has_avx512():
         pytest.skip("needs AVX-512")
     monkeypatch.setattr(ordered, "has_avx512", lambda: wide)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.usefixtures("lanes")
+def test_bits_are_those_of_the_floats(kind: int) -> None:
     torch.manual_seed(0)
     for shape in ((1, 32), (300, 576), (7, 64), (2100, 96)):
         w_NK = MAKERS[kind](torch.randn(shape) * torch.randn(shape[0], 1).exp())
@@ -54,14 +58,9 @@ def test_bits_are_those_of_the_floats(
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0"])
-@pytest.mark.parametrize("wide", [True, False])
-def test_blocks_are_multiplied_as_they_are_stored(
-    name: str, wide: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("lanes")
+def test_blocks_are_multiplied_as_they_are_stored(name: str) -> None:
     """With the bits of the dense copy, which an engine does not make."""
-    if wide and not ordered.has_avx512():
-        pytest.skip("needs AVX-512")
-    monkeypatch.setattr(ordered, "has_avx512", lambda: wide)
     torch.manual_seed(0)
     for shape in ((1, 32), (300, 576), (7, 64), (13, 96)):
         w_NK = torch.randn(shape) * torch.randn(shape[0], 1).exp()

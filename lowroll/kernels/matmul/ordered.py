@@ -139,14 +139,22 @@ def _floats_of_blocks(rows: Tensor) -> Tensor:
 def compact_product(x_MK: Tensor, w: Compact, bias_N: Tensor | None = None) -> Tensor:
     """Return x times the transpose of w, plus bias, float32 [M, N] on a CPU, with the bits of
     `product`."""
-    (M, K), N = x_MK.shape, w.rows.shape[0]
+    return _run(x_MK, w.rows, w.rows[0].nbytes, bias_N, False, w.kind)
+
+
+def _run(
+    x_MK: Tensor, rows: Tensor, stride: int, bias_N: Tensor | None, across: bool, kind: int
+) -> Tensor:
+    """Call the library. rows: of w, `stride` floats apart, or bytes where they are compact."""
+    (M, K), N = x_MK.shape, len(rows)
     x_MK = contiguous_rows(x_MK)
     bias_N = None if bias_N is None else bias_N.contiguous()
     y_MN = torch.empty(M, N)
-    pointers = [pointer(t) for t in (x_MK, w.rows, bias_N, y_MN)]
-    sizes = x_MK.stride(0), w.rows[0].nbytes, M, N, K
-    arguments = OrderedArguments(*pointers, *sizes, has_avx512(), False, w.kind)
-    cxx.run(SOURCE, "ordered_product", arguments)
+    if y_MN.numel():
+        pointers = [pointer(t) for t in (x_MK, rows, bias_N, y_MN)]
+        sizes = x_MK.stride(0), stride, M, N, K
+        arguments = OrderedArguments(*pointers, *sizes, has_avx512(), across, kind)
+        cxx.run(SOURCE, "ordered_product", arguments)
     return y_MN
 
 
@@ -170,12 +178,6 @@ def product(
         )
     if w_NK.shape[1] != K or bias_N is not None and bias_N.shape != (N,):
         raise ValueError(f"ordered: {', '.join(str(list(t.shape)) for t in operands)} do not fit")
-    x_MK, w_NK = contiguous_rows(x_MK), contiguous_rows(w_NK)
-    bias_N = None if bias_N is None else bias_N.contiguous()
-    y_MN = torch.empty(M, N)
-    if y_MN.numel():
-        pointers = [pointer(t) for t in (x_MK, w_NK, bias_N, y_MN)]
-        sizes = x_MK.stride(0), w_NK.stride(0), M, N, K
-        flags = has_avx512(), goes_across(M, N, K), FLOATS
-        cxx.run(SOURCE, "ordered_product", OrderedArguments(*pointers, *sizes, *flags))
+    w_NK = contiguous_rows(w_NK)
+    y_MN = _run(x_MK, w_NK, w_NK.stride(0), bias_N, goes_across(M, N, K), FLOATS)
     return y_MN if added_MN is None else y_MN.add_(added_MN)
