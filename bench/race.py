@@ -23,13 +23,15 @@ is first in the next seed. A side says
     {"ready": true, "about": {...}}                  versions, and how it draws and learns
     {"step": 0, "score": 0.31}                       the score on held-out prompts before the first step
     {"step": 1, "seconds": 9.1, "tokens": 812,       a step: its seconds without evaluations, the tokens
-     "reward": 0.4, "kl": 1e-4, "score": 0.33}       drawn for it, their mean reward; KL and score where known
+     "reward": 0.4, "kl": 1e-4, "score": 0.33,       drawn for it, their mean reward; KL and score where known;
+     "generate": 5.1, "learn": 3.9, "publish": 0.1}  seconds of parts of the step, where known
     {"end": true, "peak_bytes": 3e9, "folder": "x"}  the model that it ends with, as a folder of transformers
 
 `--subject` is a folder to start from without SFT; `--shape` starts from random weights of `bench.shapes`,
 which learn nothing and show the seconds of a step alone. `make trl` installs TRL into .venv-trl. Every
 record of every run is stored in `race.json`, `race-gpu.json` or `race-gpu-SHAPE.json`, of which
-`docs/tables.py` makes tables.
+`docs/tables.py` makes tables. A run that stands there is not made again, if it began with the same
+weights, on a machine with the same device, with the same settings and steps.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import subject
-from bench.experiment import SUMMED, made_here, options, own_settings, short, store
+from bench.experiment import SUMMED, key, made_here, options, own_settings, short, store
 from bench.harness import device_of, merged, print_table, release, say
 from bench.peer import VLLM, Peer, PeerFailed, vllm_path
 from bench.race_table import HEAD, columns, summary
@@ -107,6 +109,7 @@ SIDES: dict[str, dict[str, Any]] = {
     "lowroll dense": {"rollout": {"weights": "dense"}},
     TRL: {},
 }
+SAME = ("steps", "settings", "warm_start", "before")  # what runs of one file share
 Run = dict[str, Any]
 
 
@@ -325,34 +328,55 @@ def keeping_failures(runs: list[Run], side: str, seed: int) -> Iterator[None]:
         runs.append({"variant": side, "seed": seed, "failed": str(error)[:500]})
 
 
+def earlier(path: Path, about: Mapping[str, Any]) -> Run:
+    """Return the runs and trials of the file that did not fail, and the seconds that it took, where
+    it is of the same weights, device, settings and steps; none of them otherwise."""
+    record = json.loads(path.read_text()) if path.is_file() else {"machine": {}}
+    same = all(record.get(name) == about[name] for name in SAME)
+    if not same or record["machine"]["device"] != about["machine"]["device"]:
+        return {"runs": [], "trials": [], "seconds": 0}
+    return {
+        "runs": [run for run in record["runs"] if "failed" not in run],
+        "trials": [trial for trial in record["trials"] if not trial["failed"]],
+        "seconds": record["seconds"],
+    }
+
+
 def race(
-    launcher: Launcher, folder: Path, args: argparse.Namespace, keep: Callable[..., None]
+    launcher: Launcher,
+    folder: Path,
+    args: argparse.Namespace,
+    stored: Run,
+    keep: Callable[..., None],
 ) -> None:
-    """Run all sides of all seeds from `folder/model`; give `keep` the runs, and the trials of TRL,
-    after each."""
-    change, runs, trials = json.loads(args.change), [], []
+    """Run the sides of all seeds from `folder/model` that `stored` lacks (`earlier`); give `keep` the
+    runs, and the trials of TRL, after each."""
+    change, runs = json.loads(args.change), stored["runs"]
+    trials = [Trial(**trial) for trial in stored["trials"]]
     config = partial(settings, steps=args.steps, folder=folder, device=args.device, change=change)
-    tree = config(TRL, 0)
-    if TRL in args.only:
-        names = [args.peer_setting] if args.peer_setting else candidates(launcher.device)
+    have = {key(run) for run in runs}
+    order = [(side, seed) for seed in range(args.seeds) for side in turn(args.only, seed)]
+    wanted = [one for one in order if one not in have]
+    names = [args.peer_setting] if args.peer_setting else candidates(launcher.device)
+    if any(side == TRL for side, _ in wanted):
+        untried = [name for name in names if name not in {trial.setting for trial in trials}]
         rows = args.peer_rows or (CPU_ROWS if launcher.device == "cpu" else 0)
-        trials = tried(launcher, from_mapping(tree), folder / "trial", names, rows)
-    for seed in range(args.seeds):
-        for side in turn(args.only, seed):
-            with keeping_failures(runs, side, seed):
-                tree = config(side, seed)
-                cfg = from_mapping(tree)
-                if side == TRL:
-                    best = fastest(trials)
-                    chosen = {"setting": best.setting, "micro": best.micro}
-                    order = plain(cfg, folder / f"{TRL}-{seed}") | chosen
-                    found = raced(launcher, side, order, PEER_SETTINGS[best.setting].vllm)
-                else:
-                    found = raced(launcher, side, {"config": tree})
-                end = {"judged": judged(tree, Path(found.pop("folder")))}
-                curves = columns(found.pop("records"))
-                runs.append({"variant": side, "seed": seed, **end, **found, "curves": curves})
-            keep(runs, [trial._asdict() for trial in trials])
+        cfg = from_mapping(config(TRL, 0))
+        trials += tried(launcher, cfg, folder / "trial", untried, rows)
+    for side, seed in wanted:
+        with keeping_failures(runs, side, seed):
+            tree = config(side, seed)
+            if side == TRL:
+                best = fastest([trial for trial in trials if trial.setting in names])
+                chosen = {"setting": best.setting, "micro": best.micro}
+                asked = plain(from_mapping(tree), folder / f"{TRL}-{seed}") | chosen
+                found = raced(launcher, side, asked, PEER_SETTINGS[best.setting].vllm)
+            else:
+                found = raced(launcher, side, {"config": tree})
+            end = {"judged": judged(tree, Path(found.pop("folder")))}
+            curves = columns(found.pop("records"))
+            runs.append({"variant": side, "seed": seed, **end, **found, "curves": curves})
+        keep(runs, [trial._asdict() for trial in trials])
 
 
 def parser() -> argparse.ArgumentParser:
@@ -390,6 +414,7 @@ def main(words: Sequence[str] | None = None) -> int:
         )
         if args.subject:
             (folder / "model").symlink_to(args.subject.resolve())
+            about["warm_start"] = {"sha256": subject.digest(folder / "model")}
         elif args.shape:
             about["warm_start"] = shaped(folder, args.shape, args.model, args.device)
         else:
@@ -397,13 +422,15 @@ def main(words: Sequence[str] | None = None) -> int:
             say(f"SFT: {about['warm_start']}")
         tree = settings(TRL, 0, args.steps, folder, args.device, change)
         about["before"] = judged(tree, folder / "model")
+        stored = earlier(path, about)
+        last[:] = stored["runs"]
 
         def keep(runs: list[Run], trials: list[dict[str, Any]]) -> None:
             last[:] = runs
-            spent = {"seconds": round(time.monotonic() - began), "trials": trials}
-            store(path, about | spent, list(runs), SIDES)
+            seconds = stored["seconds"] + round(time.monotonic() - began)
+            store(path, about | {"seconds": seconds, "trials": trials}, list(runs), SIDES)
 
-        race(launcher, folder, args, keep)
+        race(launcher, folder, args, stored, keep)
     head = [name.format(score=args.score) for name in HEAD]
     print_table(head, summary(last, args.score), SUMMED)
     print(path)

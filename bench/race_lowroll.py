@@ -29,6 +29,7 @@ def lines(records: Iterable[Mapping[str, Any]], env: str) -> Iterator[dict[str, 
             "tokens": round(record["rollout/tokens"]),
             "reward": record["reward/mean"],
             "kl": record.get("mismatch/kl_k3"),
+            **{part: record.get(f"time/{part}") for part in ("generate", "learn", "publish")},
             **({} if after is None else {"score": after}),
         }
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from bench.experiment import by_arm, short, spread
 
-COLUMNS = ("step", "seconds", "tokens", "reward", "kl", "score")
+COLUMNS = ("step", "seconds", "tokens", "reward", "kl", "score", "generate", "learn", "publish")
 HEAD = (
     "side",
     "seconds to {score}",
@@ -47,8 +47,8 @@ def columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None
 
 def records_of(run: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the records that `columns` made lists of."""
-    rows = zip(*(run["curves"][name] for name in COLUMNS), strict=True)
-    named = (dict(zip(COLUMNS, row, strict=True)) for row in rows)
+    names = run["curves"]
+    named = (dict(zip(names, row, strict=True)) for row in zip(*names.values(), strict=True))
     return [{name: value for name, value in row.items() if value is not None} for row in named]
 
 

@@ -106,9 +106,13 @@ def warm(cfg: RunConfig, source: str, folder: Path) -> dict[str, Any]:
     """Write the model `source`, a folder or a name, after the supervised steps of `cfg`, as `folder/model`; return its
     last loss and its digest. `cfg.env` has the demonstrations."""
     loss = warm_start(cfg, resolve(source), folder / "model")["sft/loss"]
-    weights = (folder / "model" / "model.safetensors").read_bytes()
     return {
         "sft_steps": cfg.sft.steps,
         "sft_loss": round(loss, 4),
-        "sha256": hashlib.sha256(weights).hexdigest()[:16],
+        "sha256": digest(folder / "model"),
     }
+
+
+def digest(model: Path) -> str:
+    """Return the first 16 hex digits of the SHA-256 of a model folder's `model.safetensors`."""
+    return hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest()[:16]

@@ -153,6 +153,9 @@ def test_a_run_of_lowroll_is_timed_without_its_evaluations() -> None:
             "step": 1,
             "time/step": 9.0,
             "time/eval": 4.0,
+            "time/generate": 3.0,
+            "time/learn": 1.5,
+            "time/publish": 0.5,
             "rollout/tokens": 50.0,
             "reward/mean": 0.5,
             "mismatch/kl_k3": 0.25,
@@ -168,11 +171,14 @@ def test_a_run_of_lowroll_is_timed_without_its_evaluations() -> None:
             "eval/e/reward": 0.75,
         },
     ]
+    unknown = {"generate": None, "learn": None, "publish": None}
     assert list(race_lowroll.lines(records, "e")) == [
         {"step": 0, "score": 0.125},
-        {"step": 1, "seconds": 5.0, "tokens": 50, "reward": 0.5, "kl": 0.25},
-        {"step": 2, "seconds": 3.0, "tokens": 40, "reward": 1.0, "kl": None},
-        {"step": 3, "seconds": 2.0, "tokens": 40, "reward": 1.0, "kl": None, "score": 0.75},
+        {"step": 1, "seconds": 5.0, "tokens": 50, "reward": 0.5, "kl": 0.25}
+        | {"generate": 3.0, "learn": 1.5, "publish": 0.5},
+        {"step": 2, "seconds": 3.0, "tokens": 40, "reward": 1.0, "kl": None, **unknown},
+        {"step": 3, "seconds": 2.0, "tokens": 40, "reward": 1.0, "kl": None, **unknown}
+        | {"score": 0.75},
     ]
 
 
@@ -319,6 +325,29 @@ def test_a_race_keeps_every_record_of_both_sides(
     assert peer["judged"] == stored["before"]  # the fake ends with the model that it began with
     assert [one["setting"] for one in stored["trials"]] == ["fp32", "bf16"]
     assert peer["about"]["micro"] == 8
+
+
+@pytest.mark.slow
+def test_runs_that_are_stored_are_not_made_again(
+    subject: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A race that failed in part is completed; another device, model or setting begins anew."""
+    faked(tmp_path, monkeypatch, "dies")
+    words = ["--peer-setting", "bf16", "--only", "trl", "lowroll dense"]
+    status, first = raced(subject, tmp_path, *words)
+    assert status == 1 and [one["setting"] for one in first["trials"]] == ["bf16"]
+    kept = first["runs"][0]
+    assert kept["variant"] == "lowroll dense"
+    faked(tmp_path, monkeypatch)
+    monkeypatch.setattr(race, "fitting", None)  # no setting is tried again
+    status, then = raced(subject, tmp_path, *words)
+    assert status == 0 and then["runs"][0] == kept and then["trials"] == first["trials"]
+    assert then["runs"][1]["variant"] == "trl" and "failed" not in then["runs"][1]
+    about = {**then, "machine": {**then["machine"], "device": "1 x another"}}
+    path = tmp_path / "race.json"
+    assert race.earlier(path, then)["runs"] == then["runs"]
+    for other in (about, {**then, "before": 0.9}, {**then, "steps": 3}):
+        assert race.earlier(path, other) == {"runs": [], "trials": [], "seconds": 0}
 
 
 @pytest.mark.slow
