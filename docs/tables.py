@@ -724,17 +724,11 @@ FRONT = (
         "train",
         ("qwen2.5-7b LoRA r16, 16384 tokens: transformers + PEFT (2 x rows/2, no checkpointing)",),
     ),
-    Front(
-        "Qwen2.5-7B, new weights from bfloat16 into the FP8 engine, ms",
-        "nothing to compare with",
-        "step",
-        ("qwen2.5-7b publish bf16 to fp8 in place",),
-    ),
 )
 
 
 def front() -> str:
-    """Return the six rows of the README: five of stored benchmarks, and the learning curves."""
+    """Return the six rows of the README: four of stored benchmarks, the race and the learning curves."""
     lines = []
     for entry in FRONT:
         stored = {row["name"]: row for row in _stored(entry.file)["rows"]}
@@ -744,7 +738,31 @@ def front() -> str:
         other = entry.against if other == "-" else f"{other} ({entry.against})"
         lines.append((entry.what, ours, other, ratio))
     head = ("measured", "lowroll", "the other", "ratio")
-    return f"{table(head, [*lines, _learnt()])}\n\n{_machine(_stored('decode'))}."
+    return f"{table(head, [*lines, _to_a_score(), _learnt()])}\n\n{_machine(_stored('decode'))}."
+
+
+def _to_a_score() -> tuple[str, ...]:
+    """Return the row of the race on a GPU: mean seconds to the score."""
+    from bench.experiment import by_arm
+    from bench.race_table import reached, records_of
+
+    record = _result("race-gpu")
+    score, runs = record["score"], by_arm(record["runs"])
+
+    def seconds(side: str) -> float:
+        found = [reached(records_of(run), score) for run in runs[side]]
+        assert all(found), (
+            f"{side}: a run that does not reach the score has no mean with the others"
+        )
+        return statistics.fmean(at.seconds for at in found if at is not None)
+
+    ours, peer = seconds("lowroll int8_rotated"), seconds("trl")
+    return (
+        f"SmolLM2-135M, GRPO, seconds to a held-out accuracy of {score}",
+        f"{ours:.0f} (rotated INT8)",
+        f"{peer:.0f} (TRL with vLLM)",
+        f"{peer / ours:.2f}x",
+    )
 
 
 def _learnt() -> tuple[str, ...]:
