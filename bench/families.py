@@ -1,0 +1,155 @@
+"""Every model family beside Qwen3 on a CPU: the time that a parameter takes.
+
+Models of one width and depth, made from the table of families with random weights in float32. A mixture
+of experts is compared with Qwen3-MoE, any other with Qwen3, in turns:
+
+    decode     16 requests of 8 tokens make 33 tokens each; 32 steps of all rows are counted
+    prefill    8 prompts of 128 tokens
+    learn      a step of GRPO on 8 rows of 64 tokens, forward, backward and AdamW
+
+A row is parameters of a token (those of its matrices and of the experts that it goes to) times tokens a
+second, and its ratio to the reference: 0.83 is 20 % more time. Windows are longer than the sequences.
+
+    python -m bench.families [--families NAME ...] [--rounds 3] [--threads 2] [--out FOLDER]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+from bench.harness import BASELINES, Results, Row, SomeOf, interleave, parser_of, released
+from bench.lengths import Lengths
+from bench.lengths import run as generate
+from bench.train import RATE, Job, batch
+from lowroll import Engine
+from lowroll.model import initialize
+from lowroll.model.experts import Experts
+from lowroll.model.families.table import FAMILIES
+from lowroll.model.spec import spec_from_config
+from lowroll.model.transformer import Transformer
+from lowroll.objectives.objective import select
+from lowroll.trainer.optim import Optimizer, OptimSettings
+from lowroll.trainer.step import LearnSettings, learn
+
+MUST = 0.83
+DENSE, MIXTURE = "qwen3", "qwen3_moe"
+EXPERTS, CHOSEN = 8, 2
+SIZES: dict[str, Any] = {
+    "vocab_size": 4096,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "sliding_window": 1024,
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), EXPERTS),
+    "num_experts_per_tok": CHOSEN,
+    "moe_intermediate_size": 1024,
+    "linear_num_key_heads": 12,  # of delta nets, as wide as in Qwen3.5-0.8B
+    "linear_num_value_heads": 12,
+    "q_lora_rank": 384,  # of latent attention
+    "kv_lora_rank": 192,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "residual_multiplier": 0.5,
+}
+ROWS, STEPS = 16, 32
+PROMPTS, LENGTH = 8, 128
+LEARNT = 64  # tokens of a row
+
+
+def model_of(family: str) -> Transformer:
+    """Return a model of a family in the common sizes, with random weights."""
+    named = {"model_type": family, "architectures": [FAMILIES[family].architecture]}
+    return initialize(Transformer(spec_from_config({**SIZES, **named})), seed=0)
+
+
+def parameters_of_a_token(model: Transformer) -> float:
+    """Return the numbers of the matrices that a token is multiplied by, without the embedding that it
+    is looked up in."""
+    stacked = {
+        id(p)
+        for layer in model.modules()
+        if isinstance(layer, Experts)
+        for stack in (layer.gate_up, layer.down)
+        for p in stack.parameters()
+    }
+    head = model.spec.vocab_size * model.spec.hidden_size
+    weights = [p for name, p in model.named_parameters() if p.ndim > 1 and p.numel() != head]
+    share = CHOSEN / EXPERTS
+    return head + sum(p.numel() * (share if id(p) in stacked else 1) for p in weights)
+
+
+def work_of(model: Transformer) -> dict[str, tuple[int, Callable[[], object]]]:
+    """Return each part's tokens and a call that does it."""
+    vocab = SIZES["vocab_size"]
+    decode = Lengths([[i] * 8 for i in range(ROWS)], [[STEPS + 1]] * ROWS)
+    prefill = Lengths([[i + j for j in range(LENGTH)] for i in range(PROMPTS)], [[1]] * PROMPTS)
+    engine = Engine(model, "fp32", device="cpu", cache_tokens=2 * PROMPTS * LENGTH)
+    job = Job("", {"vocab_size": vocab}, False, PROMPTS, LEARNT, "cpu", torch.float32)
+    learner = model.train().requires_grad_(True)
+    optimizer = Optimizer(learner.trainable_parameters(), OptimSettings(learning_rate=RATE))
+    settings = LearnSettings(select("grpo"), tokens_per_microbatch=PROMPTS * (LEARNT + 1))
+    return {
+        "decode": (ROWS * STEPS, partial(generate, engine, decode)),
+        "prefill": (PROMPTS * LENGTH, partial(generate, engine, prefill)),
+        "learn": (job.tokens, partial(learn, learner, batch(job), optimizer, settings)),
+    }
+
+
+def compared(family: str, reference: str, rounds: int) -> list[Row]:
+    """Return a family's rows beside its reference's."""
+    models = {"reference": model_of(reference), "family": model_of(family)}
+    numbers = {side: parameters_of_a_token(model) for side, model in models.items()}
+    works = {side: work_of(model) for side, model in models.items()}
+    rows = []
+    for part, (tokens, _) in works["family"].items():
+        runs = {side: works[side][part][1] for side in models}
+        for run in runs.values():
+            run()
+        seconds = interleave(runs, rounds)
+        rows.append(_row(f"{family}: {part} / {reference}", tokens, numbers, seconds))
+    return rows
+
+
+def _row(
+    name: str,
+    tokens: int,
+    numbers: Mapping[str, float],
+    seconds: Mapping[str, Sequence[float]],
+) -> Row:
+    speeds = {
+        side: [numbers[side] * tokens / one / 1e9 for one in found]
+        for side, found in seconds.items()
+    }
+    ours, peer = speeds["family"], speeds["reference"]
+    ratios = [mine / theirs for mine, theirs in zip(ours, peer, strict=True)]
+    extent = min(ratios), max(ratios)
+    middle = median(ours), median(peer), median(ratios)
+    return Row(name, "G parameters/s", *middle, extent, MUST)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Compare the families and store their rows."""
+    others = [name for name in FAMILIES if name not in (DENSE, MIXTURE)]
+    parser = parser_of(__doc__, out=BASELINES, families=SomeOf(others), rounds=3, threads=2)
+    args = parser.parse_args(words)
+    torch.set_num_threads(args.threads)
+    results = Results("families", args.out, rounds=args.rounds, threads=args.threads)
+    for family in args.families:
+        reference = MIXTURE if model_of(family).spec.mixture.num_experts else DENSE
+        with released():
+            results.add(compared(family, reference, args.rounds))
+    return results.finish(f"Families, {args.threads} threads, float32")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
