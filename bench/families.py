@@ -51,7 +51,8 @@ SIZES: dict[str, Any] = {
     "sliding_window": 1024,
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), EXPERTS),
     "num_experts_per_tok": CHOSEN,
-    "moe_intermediate_size": 1024,
+    **dict.fromkeys(("n_group", "topk_group"), 1),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 1024),
     "linear_num_key_heads": 12,  # of delta nets, as wide as in Qwen3.5-0.8B
     "linear_num_value_heads": 12,
     "q_lora_rank": 384,  # of latent attention

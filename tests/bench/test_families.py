@@ -13,11 +13,12 @@ SMALL = {
     "vocab_size": 160,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 4,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "head_dim": 16,
     "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
 }
@@ -33,12 +34,18 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_token_counts_the_experts_that_it_goes_to() -> None:
     hidden, head = 32, 160 * 32
-    attention = 2 * 4 * hidden * 2 * 16  # layers; q, k, v and o; two heads of 16
-    dense = 2 * 3 * hidden * 48
+    attention = 4 * 4 * hidden * 2 * 16  # layers; q, k, v and o; two heads of 16
+    dense = 4 * 3 * hidden * 48
     assert families.parameters_of_a_token(families.model_of("qwen3")) == head + attention + dense
-    routed = 2 * (families.CHOSEN * 3 * hidden * 16 + families.EXPERTS * hidden)
+    routed = 4 * (families.CHOSEN * 3 * hidden * 16 + families.EXPERTS * hidden)
     mixture = families.model_of("qwen3_moe")
     assert families.parameters_of_a_token(mixture) == head + attention + routed
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_every_family_has_a_model_of_the_common_sizes(family: str) -> None:
+    model = families.model_of(family)
+    assert 0 < families.parameters_of_a_token(model) <= sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.slow
