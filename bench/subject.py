@@ -114,5 +114,9 @@ def warm(cfg: RunConfig, source: str, folder: Path) -> dict[str, Any]:
 
 
 def digest(model: Path) -> str:
-    """Return the first 16 hex digits of the SHA-256 of a model folder's `model.safetensors`."""
-    return hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest()[:16]
+    """Return the first 16 hex digits of the SHA-256 of a model folder's safetensors files, in order of
+    their names."""
+    found = hashlib.sha256()
+    for path in sorted(model.glob("*.safetensors")):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
