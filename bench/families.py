@@ -84,7 +84,7 @@ def parameters_of_a_token(model: Transformer) -> float:
         for p in stack.parameters()
     }
     head = model.spec.vocab_size * model.spec.hidden_size
-    weights = [p for name, p in model.named_parameters() if p.ndim > 1 and p.numel() != head]
+    weights = [p for p in model.blocks.parameters() if p.ndim > 1]
     share = CHOSEN / EXPERTS
     return head + sum(p.numel() * (share if id(p) in stacked else 1) for p in weights)
 

@@ -10,7 +10,7 @@ import pytest
 from bench import families
 
 SMALL = {
-    "vocab_size": 160,
+    "vocab_size": 96,  # as many numbers in the head as in a layer's gate and up
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 4,
@@ -33,7 +33,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_token_counts_the_experts_that_it_goes_to() -> None:
-    hidden, head = 32, 160 * 32
+    hidden, head = 32, 96 * 32
     attention = 4 * 4 * hidden * 2 * 16  # layers; q, k, v and o; two heads of 16
     dense = 4 * 3 * hidden * 48
     assert families.parameters_of_a_token(families.model_of("qwen3")) == head + attention + dense
