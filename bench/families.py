@@ -15,14 +15,22 @@ second, and its ratio to the reference: 0.83 is 20 % more time. Windows are long
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
 
-from bench.harness import BASELINES, Results, Row, SomeOf, interleave, parser_of, released
+from bench.harness import (
+    BASELINES,
+    Results,
+    Row,
+    SomeOf,
+    interleave,
+    parser_of,
+    released,
+    speed_row,
+)
 from bench.lengths import Lengths
 from bench.lengths import run as generate
 from bench.train import RATE, Job, batch
@@ -30,7 +38,7 @@ from lowroll import Engine
 from lowroll.model import initialize
 from lowroll.model.experts import Experts
 from lowroll.model.families.table import FAMILIES
-from lowroll.model.spec import spec_from_config
+from lowroll.model.spec import ModelSpec, spec_from_config
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.objective import select
 from lowroll.trainer.optim import Optimizer, OptimSettings
@@ -67,35 +75,34 @@ PROMPTS, LENGTH = 8, 128
 LEARNT = 64  # tokens of a row
 
 
+def spec_of(family: str) -> ModelSpec:
+    """Return a family in the common sizes."""
+    named = {"model_type": family, "architectures": [FAMILIES[family].architecture]}
+    return spec_from_config({**SIZES, **named})
+
+
 def model_of(family: str) -> Transformer:
     """Return a model of a family in the common sizes, with random weights."""
-    named = {"model_type": family, "architectures": [FAMILIES[family].architecture]}
-    return initialize(Transformer(spec_from_config({**SIZES, **named})), seed=0)
+    return initialize(Transformer(spec_of(family)), seed=0)
 
 
 def parameters_of_a_token(model: Transformer) -> float:
     """Return the numbers of the matrices that a token is multiplied by, without the embedding that it
     is looked up in."""
-    stacked = {
-        id(p)
-        for layer in model.modules()
-        if isinstance(layer, Experts)
-        for stack in (layer.gate_up, layer.down)
-        for p in stack.parameters()
-    }
+    experts = [layer for layer in model.modules() if isinstance(layer, Experts)]
+    stacks = [stack for layer in experts for stack in (layer.gate_up, layer.down)]
+    routed = sum(p.numel() for stack in stacks for p in stack.parameters() if p.ndim > 1)
     head = model.spec.vocab_size * model.spec.hidden_size
-    weights = [p for p in model.blocks.parameters() if p.ndim > 1]
-    share = CHOSEN / EXPERTS
-    return head + sum(p.numel() * (share if id(p) in stacked else 1) for p in weights)
+    blocks = sum(p.numel() for p in model.blocks.parameters() if p.ndim > 1)
+    return head + blocks - routed * (1 - CHOSEN / EXPERTS)
 
 
 def work_of(model: Transformer) -> dict[str, tuple[int, Callable[[], object]]]:
     """Return each part's tokens and a call that does it."""
-    vocab = SIZES["vocab_size"]
     decode = Lengths([[i] * 8 for i in range(ROWS)], [[STEPS + 1]] * ROWS)
     prefill = Lengths([[i + j for j in range(LENGTH)] for i in range(PROMPTS)], [[1]] * PROMPTS)
     engine = Engine(model, "fp32", device="cpu", cache_tokens=2 * PROMPTS * LENGTH)
-    job = Job("", {"vocab_size": vocab}, False, PROMPTS, LEARNT, "cpu", torch.float32)
+    job = Job("", SIZES, False, PROMPTS, LEARNT, "cpu", torch.float32)
     learner = model.train().requires_grad_(True)
     optimizer = Optimizer(learner.trainable_parameters(), OptimSettings(learning_rate=RATE))
     settings = LearnSettings(select("grpo"), tokens_per_microbatch=PROMPTS * (LEARNT + 1))
@@ -108,8 +115,7 @@ def work_of(model: Transformer) -> dict[str, tuple[int, Callable[[], object]]]:
 
 def compared(family: str, reference: str, rounds: int) -> list[Row]:
     """Return a family's rows beside its reference's."""
-    models = {"reference": model_of(reference), "family": model_of(family)}
-    numbers = {side: parameters_of_a_token(model) for side, model in models.items()}
+    models = {"family": model_of(family), "reference": model_of(reference)}
     works = {side: work_of(model) for side, model in models.items()}
     rows = []
     for part, (tokens, _) in works["family"].items():
@@ -117,25 +123,13 @@ def compared(family: str, reference: str, rounds: int) -> list[Row]:
         for run in runs.values():
             run()
         seconds = interleave(runs, rounds)
-        rows.append(_row(f"{family}: {part} / {reference}", tokens, numbers, seconds))
+        ours, peer = (
+            [one / parameters_of_a_token(model) * 1e9 for one in seconds[side]]
+            for side, model in models.items()
+        )
+        name = f"{family}: {part} / {reference}"
+        rows.append(speed_row(name, tokens, "G parameters/s", ours, peer, MUST))
     return rows
-
-
-def _row(
-    name: str,
-    tokens: int,
-    numbers: Mapping[str, float],
-    seconds: Mapping[str, Sequence[float]],
-) -> Row:
-    speeds = {
-        side: [numbers[side] * tokens / one / 1e9 for one in found]
-        for side, found in seconds.items()
-    }
-    ours, peer = speeds["family"], speeds["reference"]
-    ratios = [mine / theirs for mine, theirs in zip(ours, peer, strict=True)]
-    extent = min(ratios), max(ratios)
-    middle = median(ours), median(peer), median(ratios)
-    return Row(name, "G parameters/s", *middle, extent, MUST)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -146,7 +140,7 @@ def main(words: Sequence[str] | None = None) -> int:
     torch.set_num_threads(args.threads)
     results = Results("families", args.out, rounds=args.rounds, threads=args.threads)
     for family in args.families:
-        reference = MIXTURE if model_of(family).spec.mixture.num_experts else DENSE
+        reference = MIXTURE if spec_of(family).mixture.num_experts else DENSE
         with released():
             results.add(compared(family, reference, args.rounds))
     return results.finish(f"Families, {args.threads} threads, float32")

@@ -324,6 +324,11 @@ def _found_in(path: str, pattern: str) -> str | None:
     return found[1].strip() if found else None
 
 
+def same_kind(one: Mapping[str, Any], other: Mapping[str, Any], *more: str) -> bool:
+    """Return whether numbers of two machines may stand in one file: equal in KIND, and in `more`."""
+    return all(one.get(key) == other.get(key) for key in (*KIND, *more))
+
+
 def here(**found: Any) -> dict[str, Any]:
     return {"date": date.today().isoformat(), "machine": machine(), **found}
 
@@ -342,7 +347,7 @@ def merge(name: str, rows: Iterable[Row], folder: Path, **settings: Any) -> Path
         fcntl.flock(lock, fcntl.LOCK_EX)
         if path.is_file():
             before = json.loads(path.read_text())
-            if any(before["machine"].get(key) != record["machine"].get(key) for key in KIND):
+            if not same_kind(before["machine"], record["machine"]):
                 say(f"{path}: rows of another machine or version are left out")
             else:
                 stored = (read_row(row) for row in before["rows"])

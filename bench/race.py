@@ -31,7 +31,7 @@ is first in the next seed. A side says
 which learn nothing and show the seconds of a step alone. `make trl` installs TRL into .venv-trl. Every
 record of every run is stored in `race.json`, `race-gpu.json` or `race-gpu-SHAPE.json`, of which
 `docs/tables.py` makes tables. A run that stands there is not made again, if it began with the same
-weights, on a machine with the same device, with the same settings and steps.
+weights, on the same kind of machine, with the same settings and steps.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from typing import Any, NamedTuple
 
 from bench import subject
 from bench.experiment import SUMMED, key, made_here, options, own_settings, short, store
-from bench.harness import device_of, merged, print_table, release, say
+from bench.harness import device_of, merged, print_table, release, same_kind, say
 from bench.peer import VLLM, Peer, PeerFailed, vllm_path
 from bench.race_table import HEAD, columns, summary
 from bench.race_trl import SETTINGS as PEER_SETTINGS
@@ -330,10 +330,10 @@ def keeping_failures(runs: list[Run], side: str, seed: int) -> Iterator[None]:
 
 def earlier(path: Path, about: Mapping[str, Any]) -> Run:
     """Return the runs and trials of the file that did not fail, and the seconds that it took, where
-    it is of the same weights, device, settings and steps; none of them otherwise."""
+    it is of the same weights, settings, steps and kind of machine; none of them otherwise."""
     record = json.loads(path.read_text()) if path.is_file() else {"machine": {}}
     same = all(record.get(name) == about[name] for name in SAME)
-    if not same or record["machine"]["device"] != about["machine"]["device"]:
+    if not same or not same_kind(record["machine"], about["machine"], "device", "threads"):
         return {"runs": [], "trials": [], "seconds": 0}
     return {
         "runs": [run for run in record["runs"] if "failed" not in run],
@@ -348,9 +348,9 @@ def race(
     args: argparse.Namespace,
     stored: Run,
     keep: Callable[..., None],
-) -> None:
-    """Run the sides of all seeds from `folder/model` that `stored` lacks (`earlier`); give `keep` the
-    runs, and the trials of TRL, after each."""
+) -> list[Run]:
+    """Run the sides of all seeds from `folder/model` that `stored` lacks (`earlier`); give `keep` all
+    runs, and the trials of TRL, after each. Return all runs."""
     change, runs = json.loads(args.change), stored["runs"]
     trials = [Trial(**trial) for trial in stored["trials"]]
     config = partial(settings, steps=args.steps, folder=folder, device=args.device, change=change)
@@ -377,6 +377,7 @@ def race(
             curves = columns(found.pop("records"))
             runs.append({"variant": side, "seed": seed, **end, **found, "curves": curves})
         keep(runs, [trial._asdict() for trial in trials])
+    return runs
 
 
 def parser() -> argparse.ArgumentParser:
@@ -401,7 +402,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if args.peer_setting not in (None, *PEER_SETTINGS):
         p.error(f"--peer-setting: {args.peer_setting!r} is none of {', '.join(PEER_SETTINGS)}")
     args.device = device_of(p, args.device).type
-    launcher, last = Launcher(args.device, args.peer_python, vllm_path(args.vllm_path)), []
+    launcher = Launcher(args.device, args.peer_python, vllm_path(args.vllm_path))
     place = "gpu" if args.device == "cuda" else ""
     path = args.out / f"{'-'.join(filter(None, ('race', place, args.shape)))}.json"
     with tempfile.TemporaryDirectory() as scratch:
@@ -423,18 +424,16 @@ def main(words: Sequence[str] | None = None) -> int:
         tree = settings(TRL, 0, args.steps, folder, args.device, change)
         about["before"] = judged(tree, folder / "model")
         stored = earlier(path, about)
-        last[:] = stored["runs"]
 
         def keep(runs: list[Run], trials: list[dict[str, Any]]) -> None:
-            last[:] = runs
             seconds = stored["seconds"] + round(time.monotonic() - began)
             store(path, about | {"seconds": seconds, "trials": trials}, list(runs), SIDES)
 
-        race(launcher, folder, args, stored, keep)
+        runs = race(launcher, folder, args, stored, keep)
     head = [name.format(score=args.score) for name in HEAD]
-    print_table(head, summary(last, args.score), SUMMED)
+    print_table(head, summary(runs, args.score), SUMMED)
     print(path)
-    return 1 if any("failed" in run for run in last) else 0
+    return 1 if any("failed" in run for run in runs) else 0
 
 
 if __name__ == "__main__":

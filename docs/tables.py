@@ -748,7 +748,6 @@ def _to_a_score() -> tuple[str, ...]:
 
     record = _result("race-gpu")
     score, runs = record["score"], by_arm(record["runs"])
-
     ran = {
         side: {one["seed"]: one for one in runs[side] if "failed" not in one}
         for side in ("lowroll int8_rotated", "trl")
@@ -761,8 +760,9 @@ def _to_a_score() -> tuple[str, ...]:
         return statistics.fmean(at.seconds for at in found if at is not None)
 
     ours, peer = seconds("lowroll int8_rotated"), seconds("trl")
+    what = f"SmolLM2-135M, GRPO, seconds to held-out accuracy {score}"
     return (
-        f"SmolLM2-135M, GRPO, seconds to held-out accuracy {score}, {len(seeds)} seeds ({record['date']})",
+        f"{what}, {len(seeds)} seeds ({record['date']})",
         f"{ours:.0f} (rotated INT8)",
         f"{peer:.0f} (TRL with vLLM)",
         f"{peer / ours:.2f}x",
