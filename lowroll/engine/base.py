@@ -174,6 +174,11 @@ class Engine(Protocol):
         engine."""
         ...
 
+    def warm_up(self) -> None:
+        """Compile and capture what steps of all sizes run (seconds, on CUDA); nothing for an engine
+        in another process."""
+        ...
+
     def release(self, in_flight: InFlight = "keep") -> None:
         """Free the memory of the KV cache until the next step. Requests in flight are replayed from
         there on; RuntimeError with "keep" when there are any."""

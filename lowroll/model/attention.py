@@ -306,7 +306,7 @@ def attend_with_sinks(
         mask_CT = _added(mask_CT, q_SHCd.dtype)
     if q_SHCd.device.type == "cpu":
         q_SCHd, k_STGd, v_STGd = (x.transpose(1, 2) for x in (q_SHCd, k_SGTd, v_SGTd))
-        o_SCHd = flash.with_sinks(q_SCHd, k_STGd, v_STGd, sinks_H, flash.Masked(mask_CT))
+        o_SCHd = flash.attend(q_SCHd, k_STGd, v_STGd, sinks_H, flash.Masked(mask_CT))
         return o_SCHd.transpose(1, 2)
     return attend_with_a_key_of_sinks(q_SHCd, k_SGTd, v_SGTd, mask_CT, sinks_H)
 

@@ -15,10 +15,7 @@ Legend: C query tokens, T key tokens, H query heads, G key-value heads, d head s
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -149,49 +146,34 @@ def flashes(dtype: torch.dtype, head_dim: int) -> bool:
 def attend_packed(
     q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sinks_H: Tensor | None, packed: Packed
 ) -> Tensor:
-    q_CHd, k_TGd, v_TGd = (x.contiguous() for x in (q_CHd, k_TGd, v_TGd))
-    if sinks_H is not None:
-        return with_sinks(q_CHd, k_TGd, v_TGd, sinks_H, packed)
-    from torch.nn.attention.varlen import varlen_attn
-
-    o_CHd = varlen_attn(
-        q_CHd,
-        k_TGd,
-        v_TGd,
-        packed.q_bounds,
-        packed.k_bounds,
-        packed.q_longest,
-        packed.k_longest,
-        window_size=(packed.window - 1, 0),
-        **_grouped_heads_argument(varlen_attn),
-    )
-    assert isinstance(o_CHd, Tensor)
-    return o_CHd
+    return attend(q_CHd.contiguous(), k_TGd.contiguous(), v_TGd.contiguous(), sinks_H, packed)
 
 
-def with_sinks(
-    q_XHd: Tensor, k_XGd: Tensor, v_XGd: Tensor, sinks_H: Tensor, kernel: AttentionKernel
+def attend(
+    q_XHd: Tensor, k_XGd: Tensor, v_XGd: Tensor, sinks_H: Tensor | None, kernel: AttentionKernel
 ) -> Tensor:
-    o_XHd = _WithSinks.apply(q_XHd, k_XGd, v_XGd, sinks_H, kernel)
+    """Compute attention by a kernel, with sinks where there are any. Differentiable."""
+    o_XHd = _Attention.apply(q_XHd, k_XGd, v_XGd, sinks_H, kernel)
     assert isinstance(o_XHd, Tensor)
     return o_XHd
 
 
-class _WithSinks(torch.autograd.Function):
+class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         q_XHd: Tensor,
         k_XGd: Tensor,
         v_XGd: Tensor,
-        sinks_H: Tensor,
+        sinks_H: Tensor | None,
         kernel: AttentionKernel,
     ) -> Tensor:
         o_XHd, lse_XH = kernel.forward(q_XHd, k_XGd, v_XGd)
-        with_sink_XH = torch.logaddexp(lse_XH, sinks_H.float())
-        share_XH1 = (lse_XH - with_sink_XH).exp()[..., None]
-        o_XHd = (o_XHd.float() * share_XH1).to(o_XHd.dtype)
-        ctx.save_for_backward(q_XHd, k_XGd, v_XGd, sinks_H, o_XHd, with_sink_XH)
+        if sinks_H is not None:
+            with_sink_XH = torch.logaddexp(lse_XH, sinks_H.float())
+            share_XH1 = (lse_XH - with_sink_XH).exp()[..., None]
+            o_XHd, lse_XH = (o_XHd.float() * share_XH1).to(o_XHd.dtype), with_sink_XH
+        ctx.save_for_backward(q_XHd, k_XGd, v_XGd, sinks_H, o_XHd, lse_XH)
         ctx.kernel = kernel
         return o_XHd
 
@@ -205,9 +187,3 @@ class _WithSinks(torch.autograd.Function):
             share_XH = (sinks_H.float() - lse_XH).exp()
             sinks_grad_H = -(share_XH * sums_XH).flatten(0, -2).sum(0).to(sinks_H.dtype)
         return *grads, sinks_grad_H, None
-
-
-@cache
-def _grouped_heads_argument(varlen_attn: Callable[..., Any]) -> dict[str, Any]:
-    """Return the argument for grouped heads: torch 2.11 needs none, later versions do."""
-    return {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}

@@ -48,6 +48,7 @@ class RolloutEngine:
         self.weights: str = cfg.rollout.weights
         self.cfg = cfg
         self.engine = self._first_engine(cache_tokens)
+        self.engine.warm_up()
         self.cfg = engines.with_rollout(cfg, cache_tokens=self.cache_tokens)
         self.noise = trainer.noise(cfg)
         self.in_flight: InFlight = "replay" if cfg.asynchrony.partial == "replay" else "keep"
@@ -157,6 +158,7 @@ class RolloutEngine:
                 self.engine.stats().cache_tokens,
                 error,
             )
+        self.engine.warm_up()
         self.weights = weights
         self.watch = self._watch()
 

@@ -40,25 +40,25 @@ class WeightWatch:
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
         """Return `weights/*` since the last call; called after `publish`."""
-        squared_change = squared_size = squared_error = squared_size_after = 0.0
-        flipped_codes = num_weights = 0
+        changes, sizes, errors, sizes_after = _Norms(), _Norms(), _Norms(), _Norms()
+        num_changed: list[Tensor] = []
         for (master_linear, engine_weight), (before, codes_before) in zip(
             self._pairs(), self._before, strict=True
         ):
             weight, codes = _dense_weight(master_linear.weight), _codes(engine_weight)
-            squared_change += _squared_norm(weight.float() - before.float())
-            squared_size += _squared_norm(before.float())
-            squared_error += _squared_norm(engine_weight.dequantize() - weight.float())
-            squared_size_after += _squared_norm(weight.float())
+            changes.add(weight.float() - before.float())
+            sizes.add(before.float())
+            errors.add(engine_weight.dequantize() - weight.float())
+            sizes_after.add(weight.float())
             bits = get_format(engine_weight.format).bits
-            flipped_codes += num_flipped(codes_before, codes, bits)
-            num_weights += weight.numel()
+            num_changed.append(num_flipped(codes_before, codes, bits))
             before.copy_(weight)
             codes_before.copy_(codes)
+        num_weights = sum(before.numel() for before, _ in self._before)
         return {
-            "weights/normalized_update": squared_change / max(squared_size, 1e-30),
-            "weights/normalized_quant_error": squared_error / max(squared_size_after, 1e-30),
-            "weights/codes_flipped_fraction": flipped_codes / num_weights,
+            "weights/normalized_update": changes.squared() / max(sizes.squared(), 1e-30),
+            "weights/normalized_quant_error": errors.squared() / max(sizes_after.squared(), 1e-30),
+            "weights/codes_flipped_fraction": int(torch.stack(num_changed).sum()) / num_weights,
         }
 
     def _pairs(self) -> Iterator[tuple[Linear, QTensor]]:
@@ -76,7 +76,7 @@ class AdapterWatch:
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
         """Return `weights/normalized_update` since the last call."""
-        squared_change = squared_size = 0.0
+        changes, sizes = _Norms(), _Norms()
         for i, (_, linear) in enumerate(self.master.linears()):
             factors_before, factors = self._before[i], _adapter_factors(linear)
             base = (
@@ -86,11 +86,11 @@ class AdapterWatch:
             for part, (a_before, b_before) in factors_before.items():
                 a, b = factors[part]
                 product_before = b_before @ a_before
-                squared_change += _squared_norm(b @ a - product_before)
+                changes.add(b @ a - product_before)
                 adapted_before[linear.rows(part)] += product_before
-            squared_size += _squared_norm(adapted_before)
+            sizes.add(adapted_before)
             self._before[i] = factors
-        return {"weights/normalized_update": squared_change / max(squared_size, 1e-30)}
+        return {"weights/normalized_update": changes.squared() / max(sizes.squared(), 1e-30)}
 
 
 @torch.no_grad()
@@ -103,12 +103,12 @@ def _adapter_factors(linear: Linear) -> dict[str, tuple[Tensor, Tensor]]:
     }
 
 
-def num_flipped(before: Tensor, after: Tensor, bits: float) -> int:
-    """Return how many codes of a format differ. Below 8 bits a byte holds two."""
+def num_flipped(before: Tensor, after: Tensor, bits: float) -> Tensor:
+    """Return how many codes of a format differ, as a tensor. Below 8 bits a byte holds two."""
     if bits >= 8:
-        return int((before != after).sum())
+        return (before != after).sum()
     changed = before.view(torch.uint8) ^ after.view(torch.uint8)
-    return int(((changed & 15) != 0).sum() + ((changed >> 4) != 0).sum())
+    return ((changed & 15) != 0).sum() + ((changed >> 4) != 0).sum()
 
 
 def _codes(weight: QTensor) -> Tensor:
@@ -122,5 +122,14 @@ def _dense_weight(weight: object) -> Tensor:
     return weight.detach()
 
 
-def _squared_norm(x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(x).double().square())
+class _Norms:
+    """Norms of matrices, on their device: nothing waits for them until their squares are summed."""
+
+    def __init__(self) -> None:
+        self.norms: list[Tensor] = []
+
+    def add(self, x: Tensor) -> None:
+        self.norms.append(torch.linalg.vector_norm(x))
+
+    def squared(self) -> float:
+        return float(torch.stack(self.norms).double().square().sum())

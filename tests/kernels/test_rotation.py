@@ -115,6 +115,16 @@ def test_kernels_that_round_rotate_before(size: int, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize("size", [4, 48, 192, 768])
+def test_one_kernel_has_the_bits_of_plain_torch(size: int) -> None:
+    """A number of pieces with a rest, columns of a wider matrix, three axes, and nothing."""
+    x = loud(37, size)
+    for some in (x, x[:, : size // 2 * 2 : 2], x.view(37, 1, size), x[:0], x.bfloat16()):
+        want = plain(lambda some=some: rotate(some))
+        assert torch.equal(rotate(some), want) and want.dtype == torch.float32
+
+
+@pytest.mark.interpreted
 @pytest.mark.parametrize("longest", [4096, 256])
 def test_weights_in_one_launch_are_the_formats_bytes(
     longest: int, monkeypatch: pytest.MonkeyPatch

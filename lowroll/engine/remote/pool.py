@@ -322,6 +322,9 @@ class EnginePool:
         call = HttpCall("POST", f"/{name}", name, {}, 3 * CONTROL_S, token=token)
         self.run(self._replicas.ask_all(call), call.deadline_s)
 
+    def warm_up(self) -> None:
+        """Do nothing: a server warms up before it listens."""
+
     def release(self, in_flight: InFlight = "keep") -> None:
         """Do nothing: the server keeps its cache. RuntimeError while requests are in flight."""
         if self._requests:

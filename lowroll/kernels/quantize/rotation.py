@@ -15,10 +15,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowroll.kernels.launch import jit, tl
+from lowroll.kernels.launch import jit, tl, triton, triton_supports
 from lowroll.kernels.quantize import avx2
 
 WIDEST = 256  # as many as a warp holds of a row in 16 bits, eight in each thread
+PIECE = 2048  # numbers that a program rotates
 
 
 def width(size: int) -> int:
@@ -38,7 +39,13 @@ def rotate(x: Tensor) -> Tensor:
         return x
     if avx2.supports(x):
         return avx2.rotate(x, size)
-    return _plain(x, size)
+    if not triton_supports(x) or x.numel() == 0:
+        return _plain(x, size)
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    grid = (triton.cdiv(x.numel(), PIECE),)
+    _rotate_kernel[grid](x, y, x.numel(), WIDTH=size, PIECE=PIECE, enable_fp_fusion=False)
+    return y
 
 
 def _plain(x: Tensor, size: int) -> Tensor:
@@ -51,6 +58,14 @@ def _plain(x: Tensor, size: int) -> Tensor:
 
 
 # -- Triton ----------------------------------------------------------------------------------------
+
+
+@jit
+def _rotate_kernel(x, y, size, WIDTH: tl.constexpr, PIECE: tl.constexpr):
+    """Rotate `size` numbers in float32, whose blocks lie one behind the other."""
+    n = tl.program_id(0).to(tl.int64) * PIECE + tl.arange(0, PIECE)
+    values = rotated(tl.load(x + n, mask=n < size, other=0.0), WIDTH)
+    tl.store(y + n, values, mask=n < size)
 
 
 @jit
