@@ -45,6 +45,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
 from math import gcd
 from pathlib import Path
@@ -291,6 +292,16 @@ def fastest(trials: Sequence[Trial]) -> Trial:
     raise PeerFailed(f"no setting of TRL runs: {reasons}")
 
 
+def best(runs: Sequence[Run], trials: Sequence[Trial]) -> tuple[str, int]:
+    """Return the setting of TRL and its rows a pass: those of its runs that there are, so that a race
+    has one; else of the fastest trial."""
+    for run in runs:
+        if run["variant"] == TRL and "failed" not in run:
+            return run["about"]["setting"], run["about"]["micro"]
+    trial = fastest(trials)
+    return trial.setting, trial.micro
+
+
 def tried(
     launcher: Launcher, cfg: RunConfig, folder: Path, names: Sequence[str], rows: int
 ) -> list[Trial]:
@@ -351,14 +362,14 @@ def race(
 ) -> list[Run]:
     """Run the sides of all seeds from `folder/model` that `stored` lacks (`earlier`); give `keep` all
     runs, and the trials of TRL, after each. Return all runs."""
-    change, runs = json.loads(args.change), stored["runs"]
-    trials = [Trial(**trial) for trial in stored["trials"]]
+    change, trials = json.loads(args.change), [Trial(**trial) for trial in stored["trials"]]
+    names = [args.peer_setting] if args.peer_setting else candidates(launcher.device)
+    runs = [run for run in stored["runs"] if run["about"].get("setting", names[0]) in names]
     config = partial(settings, steps=args.steps, folder=folder, device=args.device, change=change)
     have = {key(run) for run in runs}
     order = [(side, seed) for seed in range(args.seeds) for side in turn(args.only, seed)]
     wanted = [one for one in order if one not in have]
-    names = [args.peer_setting] if args.peer_setting else candidates(launcher.device)
-    if any(side == TRL for side, _ in wanted):
+    if any(side == TRL for side, _ in wanted) and not any(run["variant"] == TRL for run in runs):
         untried = [name for name in names if name not in {trial.setting for trial in trials}]
         rows = args.peer_rows or (CPU_ROWS if launcher.device == "cpu" else 0)
         cfg = from_mapping(config(TRL, 0))
@@ -367,15 +378,16 @@ def race(
         with keeping_failures(runs, side, seed):
             tree = config(side, seed)
             if side == TRL:
-                best = fastest([trial for trial in trials if trial.setting in names])
-                chosen = {"setting": best.setting, "micro": best.micro}
+                setting, micro = best(runs, [one for one in trials if one.setting in names])
+                chosen = {"setting": setting, "micro": micro}
                 asked = plain(from_mapping(tree), folder / f"{TRL}-{seed}") | chosen
-                found = raced(launcher, side, asked, PEER_SETTINGS[best.setting].vllm)
+                found = raced(launcher, side, asked, PEER_SETTINGS[setting].vllm)
             else:
                 found = raced(launcher, side, {"config": tree})
             end = {"judged": judged(tree, Path(found.pop("folder")))}
+            named = {"variant": side, "seed": seed, "date": date.today().isoformat()}
             curves = columns(found.pop("records"))
-            runs.append({"variant": side, "seed": seed, **end, **found, "curves": curves})
+            runs.append({**named, **end, **found, "curves": curves})
         keep(runs, [trial._asdict() for trial in trials])
     return runs
 

@@ -15,7 +15,7 @@ HEAD = (
     "tokens drawn to {score}",
     "first and last score",
     "one judge",
-    "seconds a step",
+    "seconds a step, median and mean",
     "peak GB",
     "KL",
 )
@@ -62,7 +62,7 @@ def summary(runs: Sequence[Mapping[str, Any]], score: float) -> list[tuple[str, 
             continue
         curves = [records_of(run) for run in ran]
         found = [at for at in (reached(records, score) for records in curves) if at is not None]
-        share = "" if len(found) == len(own) else f", {len(found)} of {len(own)} runs"
+        share = f", {len(found)} of {len(own)} runs"
         scores = [[one["score"] for one in records if "score" in one] for records in curves]
         first, last = ([each[i] for each in scores] for i in (0, -1))
         steps = [one["seconds"] for records in curves for one in records if one["step"] > 1]
@@ -74,7 +74,7 @@ def summary(runs: Sequence[Mapping[str, Any]], score: float) -> list[tuple[str, 
                 spread([at.tokens for at in found], ",.0f"),
                 f"{spread(first)}; {spread(last)}",
                 spread([run["judged"] for run in ran]),
-                f"{statistics.median(steps):.3g}" if steps else "-",
+                f"{statistics.median(steps):.3g}; {statistics.fmean(steps):.3g}" if steps else "-",
                 f"{max(run['peak_bytes'] for run in ran) / 1e9:.2f}",
                 f"{statistics.fmean(kl):.1e}" if kl else "-",
             )

@@ -115,8 +115,10 @@ def warm(cfg: RunConfig, source: str, folder: Path) -> dict[str, Any]:
 
 def digest(model: Path) -> str:
     """Return the first 16 hex digits of the SHA-256 of a model folder's safetensors files, in order of
-    their names."""
-    found = hashlib.sha256()
-    for path in sorted(model.glob("*.safetensors")):
+    their names. ValueError without one."""
+    found, paths = hashlib.sha256(), sorted(model.glob("*.safetensors"))
+    if not paths:
+        raise ValueError(f"{model}: there is no safetensors file")
+    for path in paths:
         found.update(path.read_bytes())
     return found.hexdigest()[:16]

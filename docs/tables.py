@@ -761,8 +761,9 @@ def _to_a_score() -> tuple[str, ...]:
 
     ours, peer = seconds("lowroll int8_rotated"), seconds("trl")
     what = f"SmolLM2-135M, GRPO, seconds to held-out accuracy {score}"
+    dates = (ran[side][seed].get("date", record["date"]) for side in ran for seed in seeds)
     return (
-        f"{what}, {len(seeds)} seeds ({record['date']})",
+        f"{what}, {len(seeds)} seeds ({max(dates)})",
         f"{ours:.0f} (rotated INT8)",
         f"{peer:.0f} (TRL with vLLM)",
         f"{peer / ours:.2f}x",

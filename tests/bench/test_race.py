@@ -92,11 +92,11 @@ def test_the_summary_is_that_of_hand_worked_runs() -> None:
     ours, peer = race_table.summary(runs, 0.5)
     assert ours == (
         "lowroll dense",
-        "9 (6 to 12)",
+        "9 (6 to 12), 2 of 2 runs",
         "220",
         "0.250; 0.375",
         "0.375 (0.250 to 0.500)",
-        "2.5",  # the median of 2, 3, 1, 4, 6, 2: without first steps
+        "2.5; 3",  # of 2, 3, 1, 4, 6, 2: without first steps
         "2.00",
         "2.0e-03",
     )
@@ -131,7 +131,7 @@ def test_the_documents_have_the_race_that_is_stored(
     (tmp_path / "race.json").write_text(json.dumps(whole))
     shown = tables.race()
     assert "a processor, 2 threads" in shown and "| seconds to 0.5 |" in shown
-    assert "| lowroll dense (dtype float32) | 6 | 220 |" in shown
+    assert "| lowroll dense (dtype float32) | 6, 1 of 1 runs | 220 |" in shown
     assert "| trl | not run: no wheel |" in shown
     assert "`fp32`, 8 rows a pass: 3 s a step" in shown
     assert "`bf16`, 8 rows a pass: not run: no kernel" in shown
