@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import ipaddress
 import logging
 import os
@@ -14,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowroll import machine
 from lowroll.quant.budget import is_budget, parse
 from lowroll.quant.table import DEFAULT, FORMATS
 from lowroll.tool_calls import FORMATS as TOOL_FORMATS
@@ -193,8 +193,6 @@ def run(arguments: argparse.Namespace) -> int:
         sys.setswitchinterval(SWITCH_S)
         host, port = server_socket.getsockname()[:2]
         app = application(arguments, tokens, role)
-        gc.collect()
-        gc.freeze()  # else a collection during requests scans all loaded objects, for 0.2 s
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
         def ready() -> None:
@@ -202,10 +200,8 @@ def run(arguments: argparse.Namespace) -> int:
             if role is not None:  # the orchestrator finds it in the heartbeat
                 role.heartbeat.update(url=address, phase="serving")
 
-        try:
+        with machine.long_lived():
             signal_number = asyncio.run(run(app, server_socket, ready, GRACE_S))
-        finally:
-            gc.unfreeze()  # Triton reports what is never collected as leaked
     return 128 + signal_number
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Protocol
 
 import lowroll
+from lowroll import machine
 from lowroll.checkpoint.lock import LOCK, RunLock
 from lowroll.config import RunConfig
 from lowroll.metrics import trackers
@@ -141,6 +142,7 @@ def attempt(
                 hub.offer(folder.final, cfg)
 
 
+@machine.long_lived()
 def run_steps(
     steps: StepRunner, first: int, last: int, every: int, show: Callable[[Record], str], stop: Stop
 ) -> int:

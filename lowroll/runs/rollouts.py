@@ -4,11 +4,11 @@ falls back to another format.
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from lowroll import machine
 from lowroll.config import RunConfig
 from lowroll.engine.base import Engine, EngineStats, InFlight, PartialSample
 from lowroll.kv.capacity import NoRoom
@@ -144,7 +144,7 @@ class RolloutEngine:
         self.before_end()
         self.engine.close()
         del self.engine, self.watch
-        gc.collect()  # the engine and its scheduler hold each other
+        machine.collect_garbage()  # the engine and its scheduler hold each other
         try:
             self.engine = engines.make(cfg, self.compute, self.model, self.chat, weights)
         except NoRoom as error:

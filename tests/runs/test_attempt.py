@@ -3,6 +3,7 @@ signals, its log."""
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -10,6 +11,7 @@ import shutil
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import pytest
 import torch
 
 import lowroll
+from lowroll import machine
 from lowroll.checkpoint.fault_injection import VARIABLE, observers
 from lowroll.checkpoint.lock import RunLock, RunLockedError
 from lowroll.checkpoint.store import Store
@@ -684,3 +687,36 @@ def test_the_log_tells_the_story(
         assert "loss 0.0000  lr 0.0e+00  grad norm nan" in show(
             {"step": 2, "sft/loss": 0.0, "optim/lr": 0.0, "optim/grad_norm": None}
         )
+
+
+def test_what_a_run_began_with_is_not_collected_during_its_steps(
+    tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the process asked for that before; what it asks to be collected is, in any case."""
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    def step(sft_run: SftRun, number: int) -> Any:
+        frozen.append(gc.get_freeze_count())
+        machine.collect_garbage()
+        frozen.append(gc.get_freeze_count())
+        return real(sft_run, number)
+
+    real, frozen, gone = SftRun.step, list[int](), list[int]()
+    monkeypatch.setattr(SftRun, "step", step)
+    with machine.long_lived():  # as the tests of this session do
+        run_supervised(tree)
+        assert gc.get_freeze_count() > 0
+    gc.unfreeze()
+    try:
+        cycle = Cycle()
+        weakref.finalize(cycle, gone.append, 1)
+        shutil.rmtree(tree["output_dir"])
+        del cycle
+        run_supervised(tree)
+        assert gc.get_freeze_count() == 0 and gone == [1]
+    finally:
+        gc.freeze()
+    assert len(frozen) == 16 and min(frozen) > 10_000
