@@ -127,7 +127,7 @@ def long_lived() -> Iterator[None]:
 
 def collect_garbage() -> None:
     """Collect all garbage, also of what `long_lived` leaves out."""
-    if not _LONG_LIVED.get():
+    if not _LONG_LIVED.get(False):
         gc.collect()
         return
     gc.unfreeze()
