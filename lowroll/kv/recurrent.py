@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lowroll.kernels.fused import delta_step as in_place
 from lowroll.kv.batch import DecodeRows, PromptChunk
 from lowroll.model.attention import upload
 from lowroll.model.delta_net import DeltaInputs
@@ -82,11 +83,14 @@ class RecurrentStates:
 
     def decoded(self, layer: int, inputs: DeltaInputs, rows: DecodeRows) -> Tensor:
         conv_NCK, rule_NHkv = self._of(layer)
-        conv_BCK, rule_BHkv = conv_NCK[rows.slots_B], rule_NHkv[rows.slots_B]
         lengths = [1] * len(inputs.qkv_TC)
-        convolved_BC, conv_BCK = convolve(inputs.qkv_TC, inputs.weight_CK, lengths, conv_BCK)
-        o_BHv, rule_BHkv = delta_step(*inputs.tokens(convolved_BC), rule_BHkv)
-        conv_NCK[rows.slots_B], rule_NHkv[rows.slots_B] = conv_BCK, rule_BHkv
+        convolved_BC, conv_NCK[rows.slots_B] = convolve(
+            inputs.qkv_TC, inputs.weight_CK, lengths, conv_NCK[rows.slots_B]
+        )
+        tokens = inputs.tokens(convolved_BC)
+        if in_place.supports(rule_NHkv):
+            return in_place.delta_step(*tokens, rule_NHkv, rows.slots_B)
+        o_BHv, rule_NHkv[rows.slots_B] = delta_step(*tokens, rule_NHkv[rows.slots_B])
         return o_BHv
 
     def _of(self, layer: int) -> tuple[Tensor, Tensor]:
