@@ -7,8 +7,9 @@ of experts is compared with Qwen3-MoE, any other with Qwen3, in turns:
     prefill    8 prompts of 128 tokens
     learn      a step of GRPO on 8 rows of 64 tokens, forward, backward and AdamW
 
-A row is parameters of a token (those of its matrices and of the experts that it goes to) times tokens a
-second, and its ratio to the reference: 0.83 is 20 % more time. Windows are longer than the sequences.
+A row is parameters of a token times tokens a second, and its ratio to the reference: 0.83 is 20 % more
+time. The parameters are those of the token's matrices and of the experts that it goes to; in decoding of
+all experts, since the rows of a step read nearly all. Windows are longer than the sequences.
 
     python -m bench.families [--families NAME ...] [--rounds 3] [--threads 2] [--out FOLDER]
 """
@@ -60,6 +61,9 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), EXPERTS),
     "num_experts_per_tok": CHOSEN,
     **dict.fromkeys(("n_group", "topk_group"), 1),
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 0,
+    "mlp_layer_types": ["sparse"] * 8,
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 1024),
     "linear_num_key_heads": 12,  # of delta nets, as wide as in Qwen3.5-0.8B
     "linear_num_value_heads": 12,
@@ -86,15 +90,15 @@ def model_of(family: str) -> Transformer:
     return initialize(Transformer(spec_of(family)), seed=0)
 
 
-def parameters_of_a_token(model: Transformer) -> float:
+def parameters_of_a_token(model: Transformer, share: float) -> float:
     """Return the numbers of the matrices that a token is multiplied by, without the embedding that it
-    is looked up in."""
+    is looked up in, and with this share of the experts."""
     experts = [layer for layer in model.modules() if isinstance(layer, Experts)]
     stacks = [stack for layer in experts for stack in (layer.gate_up, layer.down)]
     routed = sum(p.numel() for stack in stacks for p in stack.parameters() if p.ndim > 1)
     head = model.spec.vocab_size * model.spec.hidden_size
     blocks = sum(p.numel() for p in model.blocks.parameters() if p.ndim > 1)
-    return head + blocks - routed * (1 - CHOSEN / EXPERTS)
+    return head + blocks - routed * (1 - share)
 
 
 def work_of(model: Transformer) -> dict[str, tuple[int, Callable[[], object]]]:
@@ -123,8 +127,9 @@ def compared(family: str, reference: str, rounds: int) -> list[Row]:
         for run in runs.values():
             run()
         seconds = interleave(runs, rounds)
+        share = 1.0 if part == "decode" else CHOSEN / EXPERTS
         ours, peer = (
-            [one / parameters_of_a_token(model) * 1e9 for one in seconds[side]]
+            [one / parameters_of_a_token(model, share) * 1e9 for one in seconds[side]]
             for side, model in models.items()
         )
         name = f"{family}: {part} / {reference}"

@@ -21,6 +21,7 @@ SMALL = {
     "shared_expert_intermediate_size": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
+    "mlp_layer_types": ["sparse"] * 4,
 }
 
 
@@ -36,16 +37,22 @@ def test_a_token_counts_the_experts_that_it_goes_to() -> None:
     hidden, head = 32, 96 * 32
     attention = 4 * 4 * hidden * 2 * 16  # layers; q, k, v and o; two heads of 16
     dense = 4 * 3 * hidden * 48
-    assert families.parameters_of_a_token(families.model_of("qwen3")) == head + attention + dense
+    assert (
+        families.parameters_of_a_token(families.model_of("qwen3"), 0.25) == head + attention + dense
+    )
     routed = 4 * (families.CHOSEN * 3 * hidden * 16 + families.EXPERTS * hidden)
     mixture = families.model_of("qwen3_moe")
-    assert families.parameters_of_a_token(mixture) == head + attention + routed
+    assert families.parameters_of_a_token(mixture, 0.25) == head + attention + routed
+    others = 4 * (families.EXPERTS - families.CHOSEN) * 3 * hidden * 16
+    assert families.parameters_of_a_token(mixture, 1.0) == head + attention + routed + others
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_every_family_has_a_model_of_the_common_sizes(family: str) -> None:
     model = families.model_of(family)
-    assert 0 < families.parameters_of_a_token(model) <= sum(p.numel() for p in model.parameters())
+    assert (
+        0 < families.parameters_of_a_token(model, 1.0) <= sum(p.numel() for p in model.parameters())
+    )
 
 
 @pytest.mark.slow
