@@ -190,6 +190,17 @@ HEAD = (
 )
 
 
+def by_start(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the runs; those that started from other weights than the first are arms of their own."""
+    first = runs[0]["warm_start"]["sha256"]
+    return [
+        {**one}
+        if one["warm_start"]["sha256"] == first
+        else {**one, "variant": f"{one['variant']}, later seeds"}
+        for one in runs
+    ]
+
+
 def summary(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """Return a row of HEAD for each arm: means over its seeds, ranges in parentheses."""
     rows: list[tuple[str, ...]] = []

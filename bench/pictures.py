@@ -18,6 +18,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from bench.curves import by_start
 from bench.harness import BASELINES, RESULTS
 from bench.targets import batch_of, rollout
 
@@ -176,7 +177,7 @@ def main() -> None:
     def stored(path: Path, key: str) -> list[dict[str, Any]]:
         return list(json.loads(path.read_text())[key])
 
-    runs = stored(RESULTS / "curves.json", "runs")
+    runs = by_start(stored(RESULTS / "curves.json", "runs"))
     orchestrated(FOLDER / "scale.png", stored(BASELINES / "scale.json", "rows"))
     picture(FOLDER / "eight_bits.png", runs, EIGHT_BITS)
     picture(FOLDER / "four_bits.png", runs, FOUR_BITS)

@@ -292,14 +292,20 @@ def fastest(trials: Sequence[Trial]) -> Trial:
     raise PeerFailed(f"no setting of TRL runs: {reasons}")
 
 
-def best(runs: Sequence[Run], trials: Sequence[Trial]) -> tuple[str, int]:
-    """Return the setting of TRL and its rows a pass: those of its runs that there are, so that a race
-    has one; else of the fastest trial."""
-    for run in runs:
-        if run["variant"] == TRL and "failed" not in run:
-            return run["about"]["setting"], run["about"]["micro"]
-    trial = fastest(trials)
-    return trial.setting, trial.micro
+def refuse_two_settings(runs: Sequence[Run], trials: Sequence[Trial]) -> None:
+    """Raise ValueError where TRL's stored runs have another setting than the fastest, or other rows a
+    pass: a race has one."""
+    had = {
+        (run["about"]["setting"], run["about"]["micro"]) for run in runs if run["variant"] == TRL
+    }
+    if not had or all(trial.seconds is None for trial in trials):
+        return
+    best = fastest(trials)
+    if had != {(best.setting, best.micro)}:
+        raise ValueError(
+            f"--out: its runs of TRL have setting and rows {sorted(had)}, others would have "
+            f"{(best.setting, best.micro)}: give another folder, or --peer-setting and --peer-rows"
+        )
 
 
 def tried(
@@ -364,24 +370,25 @@ def race(
     runs, and the trials of TRL, after each. Return all runs."""
     change, trials = json.loads(args.change), [Trial(**trial) for trial in stored["trials"]]
     names = [args.peer_setting] if args.peer_setting else candidates(launcher.device)
-    runs = [run for run in stored["runs"] if run["about"].get("setting", names[0]) in names]
+    runs = stored["runs"]
     config = partial(settings, steps=args.steps, folder=folder, device=args.device, change=change)
     have = {key(run) for run in runs}
     order = [(side, seed) for seed in range(args.seeds) for side in turn(args.only, seed)]
     wanted = [one for one in order if one not in have]
-    if any(side == TRL for side, _ in wanted) and not any(run["variant"] == TRL for run in runs):
+    if any(side == TRL for side, _ in wanted):
         untried = [name for name in names if name not in {trial.setting for trial in trials}]
         rows = args.peer_rows or (CPU_ROWS if launcher.device == "cpu" else 0)
         cfg = from_mapping(config(TRL, 0))
         trials += tried(launcher, cfg, folder / "trial", untried, rows)
+        refuse_two_settings(runs, [trial for trial in trials if trial.setting in names])
     for side, seed in wanted:
         with keeping_failures(runs, side, seed):
             tree = config(side, seed)
             if side == TRL:
-                setting, micro = best(runs, [one for one in trials if one.setting in names])
-                chosen = {"setting": setting, "micro": micro}
+                best = fastest([trial for trial in trials if trial.setting in names])
+                chosen = {"setting": best.setting, "micro": best.micro}
                 asked = plain(from_mapping(tree), folder / f"{TRL}-{seed}") | chosen
-                found = raced(launcher, side, asked, PEER_SETTINGS[setting].vllm)
+                found = raced(launcher, side, asked, PEER_SETTINGS[best.setting].vllm)
             else:
                 found = raced(launcher, side, {"config": tree})
             end = {"judged": judged(tree, Path(found.pop("folder")))}

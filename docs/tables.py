@@ -136,7 +136,10 @@ def _result(name: str) -> dict[str, Any]:
 
 def _seen(file: str, arms: tuple[str, ...]) -> str:
     """Return the reward of some arms' rollouts, of the first and last ten steps, means over seeds."""
+    from bench.curves import by_start
+
     runs = _result(file)["runs"]
+    runs = by_start(runs) if file == "curves" else runs
 
     def mean(arm: str, steps: slice) -> float:
         curves = [run["curves"]["reward/mean"] for run in runs if run["variant"] == arm]
@@ -468,15 +471,17 @@ def _rows(record: Mapping[str, Any]) -> list[Row]:
 
 
 def _machine(record: Mapping[str, Any]) -> str:
+    """Return the place of a record, and the days of its rows."""
+    dates = sorted({row.get("date") or record["date"] for row in record.get("rows", [])})
+    days = " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else record["date"]
     machine, beside = record["machine"], record.get("settings", {}).get("vllm")
     place = (
         f"{machine['gpu']}, driver {machine['driver']}"
         if "gpu" in machine
         else f"{machine['cpu']}, {machine['threads']} threads"
     )
-    return (
-        f"{record['date']}: {place}, torch {machine['torch']}, transformers {machine['transformers']}"
-        + (f", vLLM {beside}" if beside else "")
+    return f"{days}: {place}, torch {machine['torch']}, transformers {machine['transformers']}" + (
+        f", vLLM {beside}" if beside else ""
     )
 
 
@@ -540,7 +545,7 @@ def _cell(row: Row) -> str:
 
 def curves() -> str:
     """Return what `python -m bench.curves` stored: a line an arm, means over its runs with their range."""
-    from bench.curves import HEAD, summary
+    from bench.curves import HEAD, by_start, summary
 
     record = _result("curves")
     machine = record["machine"]
@@ -554,7 +559,7 @@ def curves() -> str:
         )
         + "."
     )
-    return head + "\n\n" + table(HEAD, summary(record["runs"]))
+    return head + "\n\n" + table(HEAD, summary(by_start(record["runs"])))
 
 
 def claims() -> str:
@@ -754,28 +759,29 @@ def _to_a_score() -> tuple[str, ...]:
     }
     seeds = sorted(set.intersection(*map(set, ran.values())))
 
-    def seconds(side: str) -> float:
+    def seconds(side: str) -> list[float]:
         found = [reached(records_of(ran[side][seed]), score) for seed in seeds]
         assert found and all(found), f"{side}: there is no mean where a run misses the score"
-        return statistics.fmean(at.seconds for at in found if at is not None)
+        return [at.seconds for at in found if at is not None]
 
-    ours, peer = seconds("lowroll int8_rotated"), seconds("trl")
+    our_seconds, peer_seconds = seconds("lowroll int8_rotated"), seconds("trl")
+    ours, peer = statistics.fmean(our_seconds), statistics.fmean(peer_seconds)
+    ratios = [b / a for a, b in zip(our_seconds, peer_seconds, strict=True)]
     what = f"SmolLM2-135M, GRPO, seconds to held-out accuracy {score}"
     dates = (ran[side][seed].get("date", record["date"]) for side in ran for seed in seeds)
     return (
         f"{what}, {len(seeds)} seeds ({max(dates)})",
         f"{ours:.0f} (rotated INT8)",
         f"{peer:.0f} (TRL with vLLM)",
-        f"{peer / ours:.2f}x",
+        f"{peer / ours:.2f}x ({min(ratios):.2f} to {max(ratios):.2f})",
     )
 
 
 def _learnt() -> tuple[str, ...]:
     """Return the row of what SmolLM2 learns with INT8 rollouts, corrected and not."""
-    from bench.curves import HEAD, summary
+    from bench.curves import HEAD, by_start, summary
 
-    stored = _result("curves")["runs"]  # later seeds start from other weights
-    runs = [one for one in stored if one["warm_start"] == stored[0]["warm_start"]]
+    runs = by_start(_result("curves")["runs"])
     rows = {arm: dict(zip(HEAD, (arm, *row), strict=True)) for arm, *row in summary(runs)}
 
     def accuracy(arm: str) -> str:

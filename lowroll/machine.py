@@ -14,12 +14,11 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from pathlib import Path
+from threading import Lock
 
 MEMINFO = Path("/proc/meminfo")
 GROUP = Path("/sys/fs/cgroup")
-_LONG_LIVED: ContextVar[bool] = ContextVar("long_lived", default=False)
 KEEP_ENV = (
     "PATH",
     "HOME",
@@ -107,29 +106,49 @@ def _held() -> int:
         return 0
 
 
+class _Heap:
+    """How many blocks of this process leave what existed before them out of garbage collections."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.blocks = 0
+
+    def enter(self) -> None:
+        with self.lock:
+            self.blocks += 1
+            if self.blocks == 1:
+                gc.collect()
+                gc.freeze()
+
+    def leave(self) -> None:
+        with self.lock:
+            self.blocks -= 1
+            if not self.blocks:
+                gc.unfreeze()  # Triton reports what is never collected as leaked
+
+    def collect(self) -> None:
+        with self.lock:
+            if self.blocks == 1:
+                gc.unfreeze()
+            gc.collect()
+            if self.blocks == 1:
+                gc.freeze()
+
+
+_HEAP = _Heap()
+
+
 @contextmanager
 def long_lived() -> Iterator[None]:
-    """Leave all objects that exist now out of garbage collections in the block, unless the process
-    has done so already: among all that torch and transformers load, a full collection takes 0.2 to
-    0.4 s."""
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.collect()
-    gc.freeze()
-    token = _LONG_LIVED.set(True)
+    """Leave all objects that exist now out of garbage collections in the block, unless it is within
+    another one: among all that torch and transformers load, a full collection takes 0.2 to 0.4 s."""
+    _HEAP.enter()
     try:
         yield
     finally:
-        _LONG_LIVED.reset(token)
-        gc.unfreeze()  # Triton reports what is never collected as leaked
+        _HEAP.leave()
 
 
 def collect_garbage() -> None:
-    """Collect all garbage, also of what `long_lived` leaves out."""
-    if not _LONG_LIVED.get(False):
-        gc.collect()
-        return
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
+    """Collect all garbage, also of what the one block of `long_lived` leaves out."""
+    _HEAP.collect()

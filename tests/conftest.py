@@ -18,6 +18,7 @@ import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ pytest_plugins = [
     "tests.fixtures.lost_context",
 ]
 pytest.register_assert_rewrite("tests.fixtures")
+HEAP = ExitStack()  # keeps what all tests import from the garbage collector
 
 
 @pytest.hookimpl(wrapper=True)
@@ -51,9 +53,20 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_finish() -> None:
     """Ten thousand tests and all that they import are two million objects, and every `gc.collect`
     of a run that changes its engine looked at them for more than a second."""
-    gc.collect()
-    gc.freeze()
-    atexit.register(gc.unfreeze)  # what is never collected Triton reports as leaked
+    from lowroll import machine
+
+    HEAP.enter_context(machine.long_lived())
+    atexit.register(HEAP.close)
+
+
+@pytest.fixture
+def collected() -> Iterator[None]:
+    """The collector sees all objects, as in a process of a user."""
+    from lowroll import machine
+
+    HEAP.close()
+    yield
+    HEAP.enter_context(machine.long_lived())
 
 
 COROUTINE_SECONDS = 120  # of a test that is one

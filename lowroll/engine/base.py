@@ -175,8 +175,8 @@ class Engine(Protocol):
         ...
 
     def warm_up(self) -> None:
-        """Compile and capture what steps of all sizes run (seconds, on CUDA); nothing for an engine
-        in another process."""
+        """Compile and capture what steps of all sizes run without filters and penalties (seconds, on
+        CUDA); nothing for an engine in another process."""
         ...
 
     def release(self, in_flight: InFlight = "keep") -> None:

@@ -208,7 +208,8 @@ class Decoder:
         if not self._captures:
             return
         max_rows = self.state.shape[1]
-        for size in sorted({bucket(num_rows) for num_rows in range(1, max_rows + 1)}):
+        sizes = {bucket(num_rows) for num_rows in range(1, max_rows + 1)}
+        for size in sorted(sizes, reverse=True):  # smaller graphs fit into what the largest freed
             if (size, DrawMode.PLAIN) not in self._graphs:
                 self._capture(size, DrawMode.PLAIN)
 

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 WIDEST = 256  # numbers of a head, on CUDA
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -178,6 +179,7 @@ class _Attention(torch.autograd.Function):
         return o_XHd
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_XHd: Tensor) -> tuple[Tensor | None, ...]:
         q_XHd, k_XGd, v_XGd, sinks_H, o_XHd, lse_XH = ctx.saved_tensors
         grads = ctx.kernel.backward(grad_XHd, q_XHd, k_XGd, v_XGd, o_XHd, lse_XH)

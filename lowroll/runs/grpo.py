@@ -115,6 +115,7 @@ class Run:
         policy = Policy.load(cfg, chat, self.compute)
         self.rollouts = RolloutEngine(cfg, self.compute, policy.model, chat, planner, cache_tokens)
         stack.callback(self.rollouts.close)
+        self.rollouts.engine.warm_up()
         self.cfg = cfg = self.rollouts.cfg
 
         channel = MemoryRolloutChannel()

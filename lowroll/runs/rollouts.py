@@ -48,7 +48,6 @@ class RolloutEngine:
         self.weights: str = cfg.rollout.weights
         self.cfg = cfg
         self.engine = self._first_engine(cache_tokens)
-        self.engine.warm_up()
         self.cfg = engines.with_rollout(cfg, cache_tokens=self.cache_tokens)
         self.noise = trainer.noise(cfg)
         self.in_flight: InFlight = "replay" if cfg.asynchrony.partial == "replay" else "keep"
@@ -158,9 +157,9 @@ class RolloutEngine:
                 self.engine.stats().cache_tokens,
                 error,
             )
-        self.engine.warm_up()
         self.weights = weights
         self.watch = self._watch()
+        self.engine.warm_up()
 
     def _check_arrival(self, version: int) -> None:
         """Compare one block of the engine, another at each version, with what the learner's

@@ -132,4 +132,4 @@ class _Norms:
         self.norms.append(torch.linalg.vector_norm(x))
 
     def squared(self) -> float:
-        return float(torch.stack(self.norms).double().square().sum())
+        return float(torch.stack(self.norms).double().square().sum()) if self.norms else 0.0

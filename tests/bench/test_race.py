@@ -343,6 +343,8 @@ def test_runs_that_are_stored_are_not_made_again(
     status, then = raced(subject, tmp_path, *words)
     assert status == 0 and then["runs"][0] == kept and then["trials"] == first["trials"]
     assert then["runs"][1]["variant"] == "trl" and "failed" not in then["runs"][1]
+    with pytest.raises(ValueError, match=r"its runs of TRL have .*\('bf16', 8\).*\('fp32', 8\)"):
+        race.refuse_two_settings(then["runs"], [Trial("fp32", 8, 1.0)])
     about = {**then, "machine": {**then["machine"], "device": "1 x another"}}
     path = tmp_path / "race.json"
     assert race.earlier(path, then)["runs"] == then["runs"]

@@ -39,7 +39,8 @@ def rotate(x: Tensor) -> Tensor:
         return x
     if avx2.supports(x):
         return avx2.rotate(x, size)
-    if not triton_supports(x) or x.numel() == 0:
+    needs_gradient = torch.is_grad_enabled() and x.requires_grad
+    if needs_gradient or not triton_supports(x) or x.numel() == 0:
         return _plain(x, size)
     x = x.contiguous()
     y = torch.empty_like(x)
