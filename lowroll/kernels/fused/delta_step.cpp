@@ -8,7 +8,7 @@ struct Problem {
     const float* v;         // [B, H, v]
     const float* kept;      // [B, H]: exp(decay)
     const float* beta;      // [B, H]
-    const int64_t* slots;   // [B], different ones
+    const int64_t* slots;   // [B], different ones but for the dead slot, whose state no one reads
     float* state;           // [N, H, k, v]
     float* o;               // [B, H, v]
     int B, H, K, V, threads;
