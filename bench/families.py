@@ -63,7 +63,6 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("n_group", "topk_group"), 1),
     "n_shared_experts": 1,
     "first_k_dense_replace": 0,
-    "mlp_layer_types": ["sparse"] * 8,
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 1024),
     "linear_num_key_heads": 12,  # of delta nets, as wide as in Qwen3.5-0.8B
     "linear_num_value_heads": 12,
@@ -81,7 +80,11 @@ LEARNT = 64  # tokens of a row
 
 def spec_of(family: str) -> ModelSpec:
     """Return a family in the common sizes."""
-    named = {"model_type": family, "architectures": [FAMILIES[family].architecture]}
+    named = {
+        "model_type": family,
+        "architectures": [FAMILIES[family].architecture],
+        "mlp_layer_types": ["sparse"] * SIZES["num_hidden_layers"],
+    }
     return spec_from_config({**SIZES, **named})
 
 

@@ -375,17 +375,19 @@ def race(
     have = {key(run) for run in runs}
     order = [(side, seed) for seed in range(args.seeds) for side in turn(args.only, seed)]
     wanted = [one for one in order if one not in have]
+    own: list[Trial] = []  # of the settings that may race
     if any(side == TRL for side, _ in wanted):
         untried = [name for name in names if name not in {trial.setting for trial in trials}]
         rows = args.peer_rows or (CPU_ROWS if launcher.device == "cpu" else 0)
         cfg = from_mapping(config(TRL, 0))
         trials += tried(launcher, cfg, folder / "trial", untried, rows)
-        refuse_two_settings(runs, [trial for trial in trials if trial.setting in names])
+        own = [trial for trial in trials if trial.setting in names]
+        refuse_two_settings(runs, own)
     for side, seed in wanted:
         with keeping_failures(runs, side, seed):
             tree = config(side, seed)
             if side == TRL:
-                best = fastest([trial for trial in trials if trial.setting in names])
+                best = fastest(own)
                 chosen = {"setting": best.setting, "micro": best.micro}
                 asked = plain(from_mapping(tree), folder / f"{TRL}-{seed}") | chosen
                 found = raced(launcher, side, asked, PEER_SETTINGS[best.setting].vllm)

@@ -134,12 +134,16 @@ def _result(name: str) -> dict[str, Any]:
     return record
 
 
-def _seen(file: str, arms: tuple[str, ...]) -> str:
-    """Return the reward of some arms' rollouts, of the first and last ten steps, means over seeds."""
+def _learning_curves() -> list[dict[str, Any]]:
+    """Return the stored runs of `bench.curves`, by what they started from."""
     from bench.curves import by_start
 
-    runs = _result(file)["runs"]
-    runs = by_start(runs) if file == "curves" else runs
+    return by_start(_result("curves")["runs"])
+
+
+def _seen(file: str, arms: tuple[str, ...]) -> str:
+    """Return the reward of some arms' rollouts, of the first and last ten steps, means over seeds."""
+    runs = _learning_curves() if file == "curves" else _result(file)["runs"]
 
     def mean(arm: str, steps: slice) -> float:
         curves = [run["curves"]["reward/mean"] for run in runs if run["variant"] == arm]
@@ -545,7 +549,7 @@ def _cell(row: Row) -> str:
 
 def curves() -> str:
     """Return what `python -m bench.curves` stored: a line an arm, means over its runs with their range."""
-    from bench.curves import HEAD, by_start, summary
+    from bench.curves import HEAD, summary
 
     record = _result("curves")
     machine = record["machine"]
@@ -559,7 +563,7 @@ def curves() -> str:
         )
         + "."
     )
-    return head + "\n\n" + table(HEAD, summary(by_start(record["runs"])))
+    return head + "\n\n" + table(HEAD, summary(_learning_curves()))
 
 
 def claims() -> str:
@@ -779,9 +783,9 @@ def _to_a_score() -> tuple[str, ...]:
 
 def _learnt() -> tuple[str, ...]:
     """Return the row of what SmolLM2 learns with INT8 rollouts, corrected and not."""
-    from bench.curves import HEAD, by_start, summary
+    from bench.curves import HEAD, summary
 
-    runs = by_start(_result("curves")["runs"])
+    runs = _learning_curves()
     rows = {arm: dict(zip(HEAD, (arm, *row), strict=True)) for arm, *row in summary(runs)}
 
     def accuracy(arm: str) -> str:

@@ -21,7 +21,6 @@ SMALL = {
     "shared_expert_intermediate_size": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
-    "mlp_layer_types": ["sparse"] * 4,
 }
 
 

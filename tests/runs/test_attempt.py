@@ -700,6 +700,7 @@ def test_what_a_run_began_with_is_not_collected_during_its_steps(
             self.itself = self
 
     def step(sft_run: SftRun, number: int) -> Any:
+        kept.clear()
         gc.collect()
         seen.append((gc.get_freeze_count(), len(gone)))
         Thread(target=machine.collect_garbage).start()
@@ -712,7 +713,7 @@ def test_what_a_run_began_with_is_not_collected_during_its_steps(
     weakref.finalize(cycle, gone.append, 1)
     kept = [cycle]
     del cycle
-    monkeypatch.setattr(SftRun, "step", lambda *given: (kept.clear(), step(*given))[1])
+    monkeypatch.setattr(SftRun, "step", step)
     run_supervised(tree)
     assert [count for _, count in seen] == [0, *[1] * 7]
     assert min(frozen for frozen, _ in seen) > before + 10_000 and gc.get_freeze_count() <= before

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowroll.kernels import cxx
 from lowroll.kernels.build import fields, pointer
-from lowroll.kernels.support import NO_GRADIENT, Support, no
+from lowroll.kernels.support import NO_GRADIENT, Support, needs_gradient, no
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 MULTIPLE = 8  # of d
@@ -44,7 +44,7 @@ def supports(q_BHd: Tensor, keys_pPGd: Tensor) -> Support:
         return no(f"takes heads of up to {WIDEST} numbers, in multiples of {MULTIPLE}")
     if heads * d < LEAST:
         return no(f"takes rows of {LEAST} numbers or more")
-    if torch.is_grad_enabled() and q_BHd.requires_grad:
+    if needs_gradient(q_BHd):
         return NO_GRADIENT
     return supports_device(q_BHd.device)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowroll.kernels.launch import INTERPRETED, after_others, early_start, jit, tl, triton_supports
 from lowroll.kernels.quantize.rows import QuantizedRows
-from lowroll.kernels.support import NO_GRADIENT, YES, Support, no
+from lowroll.kernels.support import NO_GRADIENT, YES, Support, needs_gradient, no
 
 MOST = {  # rows up to which this is the fastest product
     torch.int8: 2,
@@ -37,7 +37,7 @@ def supports(x_MK: Tensor, w_NK: Tensor) -> Support:
         return no("takes rows of multiples of 16 bytes")
     if not all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (x_MK, w_NK)):
         return no("takes contiguous tensors that begin at multiples of 16 bytes")
-    return NO_GRADIENT if torch.is_grad_enabled() and x_MK.requires_grad else YES
+    return NO_GRADIENT if needs_gradient(x_MK) else YES
 
 
 def linear(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None) -> Tensor:

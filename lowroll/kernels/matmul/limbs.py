@@ -24,7 +24,7 @@ from lowroll.kernels import cxx
 from lowroll.kernels.build import fields, pointer
 from lowroll.kernels.launch import contiguous_rows
 from lowroll.kernels.matmul import w8a8_onednn
-from lowroll.kernels.support import NO_CPU, NO_GRADIENT, Support, no
+from lowroll.kernels.support import NO_CPU, NO_GRADIENT, Support, needs_gradient, no
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 MOST = 127.0 * 65536  # of a number over its step, so that a, b and c are bytes
@@ -55,7 +55,7 @@ def supports_device(device: torch.device) -> Support:
 
 
 def supports(x_MK: Tensor, codes_NK: Tensor) -> Support:
-    if torch.is_grad_enabled() and x_MK.requires_grad:
+    if needs_gradient(x_MK):
         return NO_GRADIENT
     if x_MK.dtype != torch.float32 or codes_NK.dtype != torch.int8:
         return no("takes float32 rows and int8 codes")

@@ -22,7 +22,15 @@ from torch import Tensor
 from lowroll.kernels import nvcc
 from lowroll.kernels.build import fields, pointer
 from lowroll.kernels.launch import aligned, early
-from lowroll.kernels.support import NO_CUDA, NO_GRADIENT, YES, Support, cuda_supports, no
+from lowroll.kernels.support import (
+    NO_CUDA,
+    NO_GRADIENT,
+    YES,
+    Support,
+    cuda_supports,
+    needs_gradient,
+    no,
+)
 
 SOURCE = Path(__file__).with_name("streamed.cu")
 FORMATS = {"nvfp4": 0, "mxfp4": 1, "int4": 2, "int4_asym": 3, "bf16": 4}
@@ -66,7 +74,7 @@ def supports(kind: str, x_MK: Tensor, shape: tuple[int, int]) -> Support:
         return no("a product of this size needs a larger workspace")
     if not (support := supports_device(kind, x_MK.device)):
         return support
-    return NO_GRADIENT if torch.is_grad_enabled() and x_MK.requires_grad else YES
+    return NO_GRADIENT if needs_gradient(x_MK) else YES
 
 
 def broad_supports(kind: str, shape: tuple[int, int], device: torch.device) -> Support:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lowroll.kernels import cxx
 from lowroll.kernels.build import fields, pointer
-from lowroll.kernels.support import NO_GRADIENT, Support, no
+from lowroll.kernels.support import NO_GRADIENT, Support, needs_gradient, no
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FORMATS = {"nvfp4": 0, "mxfp4": 1, "int4": 2, "int4_asym": 3}
@@ -45,7 +45,7 @@ def supports_device(device: torch.device) -> Support:
 def supports(kind: str, x_MK: Tensor, shape: tuple[int, int]) -> Support:
     if x_MK.ndim != 2 or x_MK.shape[0] == 0:
         return no("takes one row of activations or more")
-    if torch.is_grad_enabled() and x_MK.requires_grad:
+    if needs_gradient(x_MK):
         return NO_GRADIENT
     return supports_matrix(kind, shape, x_MK.device)
 

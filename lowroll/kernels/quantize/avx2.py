@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowroll.kernels import cxx
 from lowroll.kernels.build import fields, pointer
-from lowroll.kernels.support import NO_GRADIENT, Support, no
+from lowroll.kernels.support import NO_GRADIENT, Support, needs_gradient, no
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 LEAST = 512  # features of a row; shorter ones are quicker in torch
@@ -32,7 +32,7 @@ def supports(x: Tensor) -> Support:
         return no("takes float32")
     if x.shape[-1] < LEAST:
         return no(f"takes rows of {LEAST} features or more")
-    if torch.is_grad_enabled() and x.requires_grad:
+    if needs_gradient(x):
         return NO_GRADIENT
     return cxx.supports(SOURCE, x.device, "rows are rotated and rounded by torch")
 

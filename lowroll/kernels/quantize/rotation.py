@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lowroll.kernels.launch import jit, tl, triton, triton_supports
 from lowroll.kernels.quantize import avx2
+from lowroll.kernels.support import needs_gradient
 
 WIDEST = 256  # as many as a warp holds of a row in 16 bits, eight in each thread
 PIECE = 2048  # numbers that a program rotates
@@ -39,8 +40,7 @@ def rotate(x: Tensor) -> Tensor:
         return x
     if avx2.supports(x):
         return avx2.rotate(x, size)
-    needs_gradient = torch.is_grad_enabled() and x.requires_grad
-    if needs_gradient or not triton_supports(x) or x.numel() == 0:
+    if needs_gradient(x) or not triton_supports(x) or x.numel() == 0:
         return _plain(x, size)
     x = x.contiguous()
     y = torch.empty_like(x)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels.launch import block, jit, tl, triton_supports
-from lowroll.kernels.support import YES, Support, no
+from lowroll.kernels.support import YES, Support, needs_gradient, no
 
 TOKENS, FEATURES = 32, 128  # of a tile: small, for many in flight
 ROW_BYTES = 512  # of l and B in a tile; more does not fit into shared memory
@@ -61,7 +61,7 @@ def silu_mul_adapted(gate_up_TN: Tensor, low_TL: Tensor, b_NL: Tensor, rank: int
     ):
         gate_TF, up_TF = (gate_up_TN + low_TL @ b_NL.t()).chunk(2, dim=-1)
         return F.silu(gate_TF) * up_TF
-    if torch.is_grad_enabled() and gate_up_TN.requires_grad:
+    if needs_gradient(gate_up_TN):
         return _SiluMulAdapted.apply(gate_up_TN, low_TL, b_NL, rank)
     return _forward(gate_up_TN, low_TL, b_NL, rank)
 
