@@ -29,12 +29,12 @@ engine_of = partial(engines.engine_of, cache_tokens=8192, max_batch=32)
 @pytest.fixture(scope="module")
 def engine(model: Path) -> Engine:
     """What the server has; for the tests' own use there is `reference`."""
-    return engine_of(model)
+    return engine_of(model, exact=True)
 
 
 @pytest.fixture(scope="module")
 def reference(model: Path) -> Engine:
-    return engine_of(model)
+    return engine_of(model, exact=True)
 
 
 @pytest.fixture(scope="module")

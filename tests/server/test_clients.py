@@ -31,7 +31,7 @@ CLASSIC = os.environ.get("LOWROLL_CLASSIC_PYTHON")
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 
 
-engine_of = partial(engines.engine_of, cache_tokens=8192, max_batch=32)
+engine_of = partial(engines.engine_of, cache_tokens=8192, max_batch=32, exact=True)
 
 
 @pytest.fixture(scope="module")
