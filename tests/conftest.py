@@ -128,9 +128,10 @@ def paths() -> Iterator[None]:
     os.environ.update(environ)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
-    """A test may set the number of torch's threads."""
+    """A test, or a benchmark's `main` in it, may set the number of torch's threads; a fork of a
+    process with several breaks at its first parallel loop."""
     import torch
 
     before = torch.get_num_threads()

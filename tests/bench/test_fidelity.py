@@ -16,8 +16,6 @@ from lowroll.quant.table import low_bit
 from lowroll.runs import demo
 from tests.fixtures.runs import TINY
 
-torch.set_num_threads(1)
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

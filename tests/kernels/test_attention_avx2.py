@@ -54,9 +54,7 @@ def test_scores_of_any_size_are_a_distribution(small: None) -> None:
 
 
 @runs_here
-def test_a_row_is_the_same_alone_in_any_batch_and_on_any_threads(
-    small: None, threads: None
-) -> None:
+def test_a_row_is_the_same_alone_in_any_batch_and_on_any_threads(small: None) -> None:
     whole = Case([70, 1, 129, 40], 6, 2, 32, 16)
     want = whole.run()
     torch.set_num_threads(3 - min(torch.get_num_threads(), 2))

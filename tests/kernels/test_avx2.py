@@ -73,9 +73,7 @@ def test_products_are_those_of_the_dequantized_matrix(kind: str, small: None) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_is_the_same_alone_in_any_batch_and_on_any_threads(
-    kind: str, small: None, threads: None
-) -> None:
+def test_a_row_is_the_same_alone_in_any_batch_and_on_any_threads(kind: str, small: None) -> None:
     q, x_MK = weight(kind, 40, 320), torch.randn(41, 320)
     whole_MN = q.linear(x_MK)
     for size in (1, 3, 8, 9):

@@ -50,7 +50,7 @@ def test_steps_are_those_of_torch_and_other_slots_stay(
 
 @runs_here
 @torch.inference_mode()
-def test_a_row_is_the_same_alone_in_any_batch_and_on_any_threads(threads: None) -> None:
+def test_a_row_is_the_same_alone_in_any_batch_and_on_any_threads() -> None:
     *tokens, state, slots = drawn(6, 4, 32, 64, slots=9)
     states = [state.clone() for _ in range(3)]
     want = in_place.delta_step(*tokens, states[0], slots)

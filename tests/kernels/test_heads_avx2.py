@@ -46,7 +46,7 @@ def test_heads_are_those_of_torch(shape: tuple[int, ...], normed: bool) -> None:
 
 
 @runs_here
-def test_a_row_is_the_same_alone_in_any_batch_and_on_any_threads(threads: None) -> None:
+def test_a_row_is_the_same_alone_in_any_batch_and_on_any_threads() -> None:
     given = heads(40, 8, 2, 64, True)
     want = rotated(given)
     torch.set_num_threads(3 - min(torch.get_num_threads(), 2))

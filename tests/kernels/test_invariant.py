@@ -72,7 +72,7 @@ def test_values_and_gradients_are_those_of_torch(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_row_is_the_same_in_any_batch(size: int, threads: None) -> None:
+def test_a_row_is_the_same_in_any_batch(size: int) -> None:
     for name, ours, _, inputs in cases(size):
         by_token = [x for x in inputs if x.shape[:1] == (37,)]
         others = inputs[len(by_token) :]

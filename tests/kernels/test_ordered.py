@@ -93,7 +93,7 @@ def test_a_column_is_the_same_alone_and_anywhere_in_any_matrix(K: int, wide: Non
 
 @runs_here
 @pytest.mark.parametrize("K", (40, 576))
-def test_threads_strides_and_alignment_change_no_bit(K: int, wide: None, threads: None) -> None:
+def test_threads_strides_and_alignment_change_no_bit(K: int, wide: None) -> None:
     x, w, bias = normal(600, K), normal(1000, K), normal(1000)
     torch.set_num_threads(1)
     want = ordered.product(x, w, bias)

@@ -11,8 +11,6 @@ from lowroll.objectives.kl import ESTIMATORS, k3, penalty
 from lowroll.objectives.mismatch import by_length, by_staleness, mismatch, spread
 from lowroll.objectives.reduce import Denominators
 
-torch.set_num_threads(1)
-
 
 def f64(values):
     return torch.tensor(values, dtype=torch.float64)

@@ -17,8 +17,6 @@ from lowroll.objectives.objective import named, select
 from lowroll.objectives.reduce import Denominators, aggregate, count, sequences_of
 from tests.fixtures.objectives import call, f64, random_batch, single
 
-torch.set_num_threads(1)
-
 acr, dapo, decoupled, dr_grpo = map(named, ("acr", "dapo", "decoupled", "dr_grpo"))
 grpo, gspo, naive_is, rloo, tis = map(named, ("grpo", "gspo", "is", "rloo", "tis"))
 

@@ -37,8 +37,6 @@ from lowroll.weights.publish import digest, quantize_base
 from tests.fixtures.runs import ALWAYS, copy_stopped_after, fingerprint, settings, train
 from tests.fixtures.tiny import hf_folder
 
-torch.set_num_threads(1)
-
 WIDE = {"max_kl": 1e9}
 SOME = {"max_bits": 6.0, "formats": ["nvfp4", "int8", "dense"]}
 QUICK = {"train": {"max_steps": 2}, "correction": "tis"}

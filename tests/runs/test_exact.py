@@ -21,7 +21,6 @@ from tests.fixtures.runs import ALWAYS, TINY, copy_stopped_after, fingerprint, s
 pytestmark = pytest.mark.skipif(
     not rows.supports_device(torch.device("cpu")), reason="needs a CPU with AVX2 and a C++ compiler"
 )
-torch.set_num_threads(1)
 SIZES = {**TINY, "head_dim": 16}
 
 

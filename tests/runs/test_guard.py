@@ -40,8 +40,6 @@ from lowroll.trainer.step import LearnSettings
 from lowroll.transport.rollout_log import read_rollouts
 from tests.fixtures.runs import ALWAYS, copy_stopped_after, fingerprint, settings, train
 
-torch.set_num_threads(1)
-
 QUIET = {
     "mismatch/ess": 0.99,
     "mismatch/kl_k3": 1e-3,

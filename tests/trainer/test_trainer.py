@@ -37,15 +37,6 @@ from tests.fixtures.learner import (
 )
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The matrices are tiny: a second thread only waits for the first."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def nearby(model, seed=3, size=0.02):
     """The model with slightly other weights."""
     other, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
