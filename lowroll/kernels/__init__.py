@@ -1,24 +1,22 @@
 """Fused kernels of a decode step and a training step.
 
-Every public function works on every device: in Triton or CUDA C++ for CUDA tensors, elsewhere in
-plain torch, the definition that tests compare with. A launch depends on shapes alone, allocates
-only its outputs and never waits for the device, so CUDA graphs can capture it. No float is added
-atomically, so results repeat bit for bit. Kernels for CPUs leave small inputs to torch, whose bits
-small models keep.
+CUDA tensors go to Triton or CUDA C++, all others to plain torch, the definition that tests compare
+with. A launch depends on shapes alone, allocates only its outputs and never waits for the device,
+so CUDA graphs can capture it. No float is added atomically, so results repeat bit for bit. CPU
+kernels leave small inputs to torch.
 
 `supports` functions say whether a kernel can run (`support`); `dispatch` lists kernels by product.
 A file holds its entry function first, plain torch next, and Triton kernels last.
 
 Terms:
 
-    row       the vector of one token or sequence: M, T or B of them in a matrix of activations
-    channel   an out feature: one row of a weight matrix, N of them (quantize/ calls it a row)
-    group     weights of a channel, side by side, that share a scale; a block in the formats that say so
-    tile      the piece of a larger tensor that a program makes, or reads at a time
-    program   one block of threads, as Triton calls it; the grid says how many there are
-    slot      moe/: one choice of one token, token * S + choice. attention/: a token of the cache,
-              page * P + offset
-    place     moe/: where a slot lies once slots are sorted by expert
-    layout    the order in which a tensor's elements lie in memory
-    early     a kernel that starts before the one ahead of it has ended (`launch`)
+    row       the vector of a token or sequence: M, T or B of them in a matrix of activations
+    channel   an out feature: one of the N rows of a weight matrix (a row in quantize/)
+    group     neighbouring weights of a channel that share a scale; in some formats a block
+    tile      the piece of a tensor that a program computes, or reads at a time
+    program   one block of threads of a Triton kernel
+    slot      moe/: one choice of one token, token * S + choice
+              attention/: a token of the cache, page * P + offset
+    place     moe/: the index of a slot once slots are sorted by expert
+    early     said of a kernel that starts before its predecessor ends (`launch`)
 """

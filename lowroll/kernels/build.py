@@ -1,9 +1,9 @@
 """Sources of this package that are compiled on first use and called through ctypes.
 
 A library is stored in `$XDG_CACHE_HOME/lowroll/kernels` (or `~/.cache/lowroll/kernels`, mode 0700)
-under the digest of its source, headers, compiler and options. It is built elsewhere and moved
-there, so concurrent builds are safe. Sources include no torch headers: a build takes seconds and
-fits every torch.
+under the digest of its source, headers, compiler and options. It is renamed once built, so
+concurrent builds are safe. Sources include no torch headers: a build takes seconds and fits every
+torch.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 
 
 def fields(kind: type, *names: str) -> list[tuple[str, Any]]:
-    """Return the fields of one type in a struct of ctypes."""
+    """Return the fields of one type in a ctypes struct."""
     return [(name, kind) for name in names]
 
 
 def pointer(t: Tensor | None) -> int | None:
-    """Return the address of a tensor for a struct of ctypes; None is null."""
+    """Return a tensor's address; None is null."""
     return None if t is None else t.data_ptr()
 
 
@@ -61,7 +61,7 @@ def library(
 
 
 def supports(make: Callable[[], object], otherwise: str) -> Support:
-    """Return whether a library can be made. A failure warns of what happens `otherwise`."""
+    """Return whether `make` succeeds. A failure warns of what happens `otherwise`."""
     try:
         make()
     except (RuntimeError, OSError) as error:

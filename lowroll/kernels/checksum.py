@@ -1,11 +1,11 @@
-"""One pass over the bytes of many tensors in one launch: checksums, and the largest magnitudes.
+"""Checksums and largest magnitudes of many tensors in one launch and one pass.
 
-    checksum   sum_i mix(w_i) (2 i + 1)  mod 2^64        w_i: the 8-byte words, zeros after the last byte
-               mix(w) = v ^ (v >> 29),  v = (w ^ (w >> 32)) * -7046029254386353131       (2^64 / golden ratio, odd)
-    amax       max_i |x_i|, NaN where there is one: the largest bits without the sign, as whole numbers
+    checksum   sum_i mix(w_i) (2 i + 1)  mod 2^64     w_i: 8-byte words, zeros after the last byte
+               mix(w) = v ^ (v >> 29),  v = (w ^ (w >> 32)) * -7046029254386353131
+                                                      (2^64 / golden ratio, odd)
+    amax       max_i |x_i|, NaN where there is one: the largest bits without the sign, as integers
 
-Shifts are arithmetic. A program reads one block of one tensor. Sums and maxima are of integers, so
-CPU and GPU agree bit for bit.
+Shifts are arithmetic. Sums and maxima are of integers, so CPU and GPU agree bit for bit.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _CPU_WORDS = 1 << 20  # words of one step in plain torch
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """Return one int64 of every tensor's bytes in row-major order. Waits for each device once."""
+    """Return an int64 of each tensor's bytes in row-major order. Waits for each device once."""
     tensors = [t.detach() for t in tensors]
     return _run_by_group(tensors, lambda t: t.device, lambda group: _checksums(group).tolist())
 
 
 def amax(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the largest |value| of every tensor: float32 [1] on its device; NaN for one with a
-    NaN, 0 for an empty one. bfloat16, float16 and float32, on any devices, without a wait."""
+    """Return each tensor's largest |value|: float32 [1] on its device; NaN for one with a NaN, 0
+    for an empty one. bfloat16, float16 and float32, on any devices, without a wait."""
     tensors = [t.detach() for t in tensors]
     return _run_by_group(
         tensors, lambda t: (t.device, t.dtype), lambda group: _amax(group).float().split(1)
@@ -79,7 +79,7 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 
 def _largest_magnitude(tensor: Tensor) -> Tensor:
-    """Return the largest |value| from the two extremes, which propagate NaN: one pass, no copy."""
+    """Reduce to both extremes, which propagate NaN: one pass, no copy."""
     if tensor.numel() == 0:
         return torch.zeros((), dtype=tensor.dtype, device=tensor.device)
     low, high = tensor.aminmax()
@@ -90,7 +90,6 @@ def _largest_magnitude(tensor: Tensor) -> Tensor:
 
 
 def _checksums(tensors: list[Tensor]) -> Tensor:
-    """Return the checksums of tensors on one device."""
     if not triton_supports(tensors[0]):
         return torch.stack([_checksum(t) for t in tensors])
     sums = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
@@ -99,7 +98,6 @@ def _checksums(tensors: list[Tensor]) -> Tensor:
 
 
 def _amax(tensors: list[Tensor]) -> Tensor:
-    """Return the largest magnitudes of tensors of one device and dtype."""
     if not triton_supports(tensors[0]):
         return torch.stack([_largest_magnitude(t) for t in tensors])
     integer_dtype = {2: torch.int16, 4: torch.int32}[tensors[0].itemsize]
@@ -109,7 +107,6 @@ def _amax(tensors: list[Tensor]) -> Tensor:
 
 
 def _launch_over_blocks(kernel: Any, tensors: list[Tensor], out: Tensor) -> None:
-    """Launch `kernel` with one program a block of any tensor."""
     tensors = [aligned(t) for t in tensors]
     counts = torch.tensor([-(-t.nbytes // BLOCK_BYTES) for t in tensors])
     first_programs = (counts.cumsum(0) - counts).tolist()
@@ -140,8 +137,7 @@ def _launch_over_blocks(kernel: Any, tensors: list[Tensor], out: Tensor) -> None
 
 @jit
 def _locate_block(table, owner, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the program's tensor, its address, its number of integers, and the first of the
-    block."""
+    """Return the program's tensor, its address, its number of integers, and the block's first."""
     tensor = tl.load(owner + tl.program_id(0))
     integer: tl.constexpr = tl.int64 if SIZE == 8 else tl.int32 if SIZE == 4 else tl.int16
     values = tl.multiple_of(tl.load(table + 3 * tensor).to(tl.pointer_type(integer)), 16)

@@ -16,7 +16,7 @@ from lowroll.kernels import build
 from lowroll.kernels.support import NO_CPU, Support, no
 
 HEADERS = Path(__file__).parent
-# No fused operations: sums are computed as the source says.
+# no fused operations: sums are computed as the source says
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-mavx2", "-mfma", "-mf16c", "-shared", "-fPIC"]
 DEADLINE_S = 120  # of a build
 NO_COMPILER = no("no C++ compiler in $CXX or on the PATH (c++, g++, clang++)")
@@ -39,8 +39,8 @@ def library(source: Path) -> ctypes.CDLL:
 
 
 def run(source: Path, name: str, arguments: ctypes.Structure) -> None:
-    """Call a function of a source's library on torch's threads, whose number becomes the argument
-    `threads`. Errors as of `library`."""
+    """Call a library's function on torch's threads, their number in the argument `threads`. Errors
+    as of `library`."""
     arguments.threads = torch.get_num_threads()
     _function(source, name)(ctypes.byref(arguments), team())
 
@@ -54,8 +54,7 @@ def _function(source: Path, name: str) -> Callable[..., None]:
 
 @cache
 def supports(source: Path, device: torch.device, otherwise: str) -> Support:
-    """Return whether the device is a CPU that runs the source, and a compiler can build it
-    (`build.supports`)."""
+    """Return whether the device is a CPU that builds and runs the source (`build.supports`)."""
     if device.type != "cpu":
         return NO_CPU
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):

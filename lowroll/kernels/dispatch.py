@@ -1,7 +1,6 @@
 """The kernels of every product, the fastest first, and which of them run on a device.
 
-Product functions try their kernels in this order (`support`), which tests/kernels check. The table
-is for `lowroll doctor`.
+Product functions try kernels in this order, which tests/kernels check; `lowroll doctor` prints it.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from lowroll.kernels.support import YES, Support, cuda_supports, no
 
 
 class Kernel(NamedTuple):
-    """A kernel, named by its file or torch's function. takes: the calls that it takes; "" is every
-    remaining one."""
+    """A kernel, named by its file or torch's function. takes: its calls; "" is every remaining
+    one."""
 
     name: str
     language: str  # CUDA C++, C++, Triton, oneDNN or torch
@@ -76,7 +75,6 @@ def _triton_kernel(name: str, takes: str = "") -> Kernel:
 
 
 def _torch_kernel(name: str = "plain torch") -> Kernel:
-    """Return the fallback, which supports every device."""
     return Kernel(name, "torch", "", lambda device: YES)
 
 
@@ -212,8 +210,8 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
 
 
 def answers(product: str, device: torch.device) -> list[DeviceSupport]:
-    """Return the kernels of a product, up to the one that takes every remaining call, and whether
-    the device supports each."""
+    """Return the kernels of a product, up to the one that takes every remaining call, and the
+    device's support of each."""
     device_supports: list[DeviceSupport] = []
     for kernel in PRODUCTS[product]:
         support = _query_support(kernel, device)
@@ -224,7 +222,6 @@ def answers(product: str, device: torch.device) -> list[DeviceSupport]:
 
 
 def _query_support(kernel: Kernel, device: torch.device) -> Support:
-    """Return whether the device supports the kernel; an error of the device means no."""
     try:
         return kernel.supports_device(device)
     except RuntimeError as error:  # no free memory on the device, or another fault

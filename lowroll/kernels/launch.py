@@ -4,21 +4,20 @@ Programmatic dependent launch (CUDA, capability 9.0 and later): within `overlapp
 start once every block of its predecessor runs or has ended, which hides launch latency, prologues
 and the first weights. Rules that keep the order of a stream:
 
-1. `after_others` waits until the kernel before has ended and its writes are visible. Before it, a
-kernel may read weights and what an earlier step left (lengths, page tables), not a matrix made
-within the step, and writes nothing: the kernel before may still read results, workspaces and
-counters.
+1. `after_others` waits until the predecessor has ended and its writes are visible. Before it, a
+kernel may read weights and results of earlier steps (lengths, page tables), no matrix of this step,
+and writes nothing: the predecessor may still read results, workspaces and counters.
 
-2. Every kernel that starts early also waits, in every block that does anything, before it ends. So
-the end of B implies the end of A before it, and C, which waits for B alone, waits for all; this
-also makes memory reused by the allocator in stream order safe.
+2. Every early kernel also waits, in every block that does anything. So the end of B implies the end
+of A before it, and C, which waits for B alone, waits for all. This also makes memory safe that the
+allocator reuses in stream order.
 
 3. A kernel launched plainly (cuBLAS, torch) starts after the end of everything earlier. One of
 these must stand between the last write of what is read ahead and its first reader. `prefetch` is
 exempt: the L2 cache sees later writes.
 
-Kernels are `@jit` functions at module level, with `tl` from here; without Triton both are
-placeholders. With TRITON_INTERPRET=1 (tests) kernels run on CPU tensors, in numpy.
+Kernels are `@jit` functions at module level; without Triton `jit` and `tl` are placeholders. With
+TRITON_INTERPRET=1 (tests) kernels run on CPU tensors, in numpy.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def triton_supports(x: Tensor) -> Support:
-    """Return whether Triton's kernels, rather than plain torch, run on this tensor."""
+    """Return whether Triton's kernels run on this tensor."""
     if triton is None:
         return NO_TRITON
     return YES if x.is_cuda or INTERPRETED else NO_CUDA
@@ -73,12 +72,12 @@ def warps(elements: int, each: int = 512) -> int:
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
-    """Return x with the numbers of a row side by side; rows may be strided."""
+    """Return x with contiguous rows, which may be strided."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return x contiguous, from a multiple of 16 bytes on."""
+    """Return x contiguous and aligned to 16 bytes."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
@@ -100,8 +99,8 @@ def captured(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGrap
     """Return a graph of what `run` launches, in the memory of `pool` (None: its own).
 
     Other threads may allocate, copy and wait for a stream, but a wait for the whole device aborts
-    the capture. Freeing an engine's cache waits so (`kv.virtual_memory`), hence garbage collection
-    is off.
+    the capture. Freeing an engine's cache waits so (`kv.virtual_memory`): garbage collection is
+    off.
     """
     graph = torch.cuda.CUDAGraph()
     gc_was_enabled = gc.isenabled()
@@ -120,7 +119,7 @@ def early() -> bool:
 
 
 def early_start() -> dict[str, bool]:
-    """Return a launch's keywords, for kernels that call `after_others(EARLY)`."""
+    """Return the keywords of a launch of a kernel that calls `after_others(EARLY)`."""
     return {"EARLY": True, "launch_pdl": True} if early() else {"EARLY": False}
 
 
@@ -143,7 +142,7 @@ def after_others(EARLY: tl.constexpr):
 
 @jit
 def prefetch(at, EARLY: tl.constexpr):
-    """Fetch these addresses into the L2 cache. A line is 128 bytes."""
+    """Prefetch lines of 128 bytes into the L2 cache."""
     if EARLY:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; // $0", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1

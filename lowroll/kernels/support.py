@@ -45,8 +45,7 @@ def needs_gradient(*inputs: object) -> bool:
 def cuda_supports(
     device: torch.device, least: tuple[int, int] = (0, 0), only: bool = False
 ) -> Support:
-    """Return whether the device is CUDA of capability `least` or later; with `only`, exactly
-    `least`."""
+    """Return whether the device is CUDA of capability `least` or later; with `only`, exactly."""
     if device.type != "cuda":
         return NO_CUDA
     capability = torch.cuda.get_device_capability(device)

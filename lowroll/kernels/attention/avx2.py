@@ -61,8 +61,7 @@ def decode(
     window: int = 0,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Compute `decode.paged_decode`. Heads of k and v are contiguous within a row; rows may be
-    strided."""
+    """Compute `decode.paged_decode`. Heads are contiguous within a row; rows may be strided."""
     cache = (keys_pPGd, values_pPGd)
     sinks_H = None if sinks_H is None else sinks_H.detach().float().contiguous()
     return _run(q_BHd, (k_BGd, v_BGd), cache, table_BN, None, lengths_B, scale, window, sinks_H)
@@ -77,8 +76,8 @@ def attend(
     lengths_T: Tensor,
     scale: float,
 ) -> Tensor:
-    """Return attention [T, H, d] of each query over the first `lengths` cached keys of its
-    sequence, with the bits of `decode`. table, sequences and lengths: int32."""
+    """Return attention [T, H, d] of each query over the first `lengths_T` cached keys of its
+    sequence, with the bits of `decode`. All int32."""
     return _run(q_THd, None, (keys_pPGd, values_pPGd), table_SN, sequences_T, lengths_T, scale)
 
 
@@ -93,7 +92,7 @@ def _run(
     window: int = 0,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Call the kernel. fresh: new keys and values, which it writes to the cache first."""
+    """Call the kernel. fresh: new keys and values, written to the cache first."""
     rows, heads, d = q_BHd.shape
     page, kv_heads = cache[0].shape[1:3]
     q_BHd = q_BHd.contiguous()

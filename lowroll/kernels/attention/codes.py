@@ -4,10 +4,9 @@
     codes   q = e4m3(x / 2^e), to nearest, ties to even
     fine    of 16 channels of a key, r = e4m3(16 (x / 2^e - q)):  x ~ 2^e (q + r / 16)
 
-A power-of-two scale loses nothing of a floating format, and codes times scales are exact. A few
-channels of a key are far larger than the others (biases of hundreds in Qwen2.5) and dominate the
-error of a product; the second code cuts theirs to 2^-8, that of bfloat16 (docs/log/kernels.md). A
-token's codes are the same on every device.
+Codes times power-of-two scales are exact. A few channels of a key are far larger than the others
+(biases of hundreds in Qwen2.5) and dominate the error of a product; the second code cuts theirs to
+2^-8, that of bfloat16 (docs/log/kernels.md). Codes are the same on every device.
 
 Legend: `kernels.attention`.
 """
@@ -21,14 +20,14 @@ from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 FINE = 16  # channels of a head, at most
-FINER = 16  # of a fine code's unit: one of the code
+FINER = 16  # parts of a code's unit: the unit of fine codes
 LEAST = 127 - 60  # byte of the smallest scale
 # carries into the exponent where the mantissa is over that of 448 = 1.75 * 2^8
 CARRY = 0x1FFFFF
 
 
 class Codes(NamedTuple):
-    """uint8 each: of T tokens, or [p, P] in place of T."""
+    """Codes, uint8 each, of T tokens, or of [p, P] in place of T."""
 
     keys_TGd: Tensor
     values_TGd: Tensor
@@ -37,8 +36,8 @@ class Codes(NamedTuple):
 
 
 def encode(k_TGd: Tensor, v_TGd: Tensor, channels_GF: Tensor) -> Codes:
-    """Return the codes of keys and values. channels_GF: int64, the distinct fine channels of each
-    head."""
+    """Return the codes of keys and values. channels_GF: int64, each head's distinct fine
+    channels."""
     k_TGd, v_TGd = k_TGd.float(), v_TGd.float()
     bytes_TG2 = torch.stack([_scale_bytes(k_TGd), _scale_bytes(v_TGd)], -1)
     inverse_TG2 = _power_of_two(254 - bytes_TG2)  # the byte e + 127 becomes -e + 127
@@ -56,8 +55,8 @@ def encode(k_TGd: Tensor, v_TGd: Tensor, channels_GF: Tensor) -> Codes:
 
 
 def _scale_bytes(x_TGd: Tensor) -> Tensor:
-    """Return the bytes e + 127 of the scales, int32 [T, G]: amax's own exponent byte less 8, and
-    one more where its mantissa is over that of 448."""
+    """Return the bytes e + 127, int32 [T, G]: amax's own exponent byte less 8, and one more where
+    its mantissa is over that of 448."""
     bits_TG = x_TGd.abs().amax(-1).view(torch.int32)
     return (((bits_TG + CARRY) >> 23) - 8).clamp(min=LEAST)
 
@@ -78,5 +77,4 @@ def decode_values(values_TGd: Tensor, scales_TG2: Tensor, dtype: torch.dtype) ->
 
 
 def _power_of_two(bytes_TG1: Tensor) -> Tensor:
-    """Return 2^e, float32, of bytes e + 127, which are the exponent of that number."""
     return (bytes_TG1.int() << 23).view(torch.float32)

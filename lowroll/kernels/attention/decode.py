@@ -1,15 +1,14 @@
-"""Decode attention over the paged cache, and the writes of a prompt's keys and values.
+"""Decode attention over the paged cache, and writes of a prompt's keys and values.
 
 The H / G query heads of a key-value head are the rows of one product, so every key is read once.
-With few rows, a row's cached tokens are cut into `splits` shares, each with its own softmax, joined
-by their log-sum-exps (flash-decoding; online softmax: Milakov and Gimelshein 2018,
-arXiv:1805.02867):
+With few rows, a row's cached tokens are divided into `splits`, each with its own softmax, joined by
+their log-sum-exps (flash-decoding; online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867):
 
     o = sum_s 2^(lse_s - max) o_s / sum_s 2^(lse_s - max).
 
-The first split starts with the new token and the layer's sinks (logits without a value), and writes
-the token to its slot; all splits read only older slots. The number of splits depends on rows and
-key-value heads alone: a captured graph is right for every length.
+The first split starts with the new token and the layer's sinks (logits without a value); all splits
+read only older slots. The number of splits depends on rows and key-value heads alone, so a captured
+graph is right for every length.
 
 Legend: `kernels.attention`; S splits.
 """
@@ -53,10 +52,10 @@ def paged_decode(
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Write each row's new key and value to its slot, and attend over its last `window` keys (0:
-    all) and the layer's sinks, if any. Return o [B, H, d] in q's dtype.
+    all) and the layer's sinks. Return o [B, H, d] in q's dtype.
 
-    table_BN, lengths_B: int32; a length counts the new token. A row of length 0 is dead: nothing is
-    written, its output is 0. The cache is contiguous.
+    table_BN, lengths_B: int32; a length counts the new token. A row of length 0 is dead: it writes
+    nothing, and its output is 0. The cache is contiguous.
     """
     in_triton = triton_supports(q_BHd)
     if not in_triton and not avx2.supports(q_BHd, keys_pPGd):
@@ -114,7 +113,7 @@ def paged_decode(
 
 
 def split_outputs(out_BHd: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-    """Return float32 buffers for the splits' outputs and log-sum-exps; of a single split, the
+    """Return float32 buffers for the splits' outputs and log-sum-exps; for a single split the
     output itself."""
     if splits == 1:
         return out_BHd, out_BHd
@@ -154,8 +153,8 @@ def combine(
 def write_pages(
     keys_pPGd: Tensor, values_pPGd: Tensor, slots_T: Tensor, k_TGd: Tensor, v_TGd: Tensor
 ) -> None:
-    """Write keys and values of T tokens to their slots, page * P + offset (int32 or int64);
-    negative is none."""
+    """Write T tokens' keys and values to slots page * P + offset (int32 or int64); skip negative
+    ones."""
     if not triton_supports(k_TGd):
         live_T = slots_T >= 0
         if not live_T.all():
@@ -185,7 +184,7 @@ def write_pages(
 
 
 def gather_pages(buffer_pPGd: Tensor, table_BN: Tensor) -> Tensor:
-    """Return the contents of each row's pages: [B, G, L, d], a view of a copy [B, L, G, d]."""
+    """Return each row's pages: [B, G, L, d], a view of a copy [B, L, G, d]."""
     flat = buffer_pPGd.view(buffer_pPGd.shape[0], -1).index_select(0, table_BN.flatten())
     return flat.view(table_BN.shape[0], -1, *buffer_pPGd.shape[2:]).transpose(1, 2)
 
@@ -202,7 +201,6 @@ def _plain(
     window: int,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """Compute `paged_decode` in plain torch, over copies of the rows' pages."""
     page = keys_pPGd.shape[1]
     live_B = lengths_B > 0
     table_BN = table_BN[:, : max(1, -(-int(lengths_B.max()) // page))]
@@ -218,7 +216,7 @@ def _plain(
     k_BGLd, v_BGLd = (gather_pages(pages, table_BN) for pages in (keys_pPGd, values_pPGd))
     mask = allowed_BL[:, None, None]
     if sinks_H is not None:
-        # a sink is one more key of zeros, so its score is the mask's number, with a value of zeros
+        # a sink is one more key and value of zeros, so the mask alone gives its score
         k_BGLd, v_BGLd = (F.pad(x, (0, 0, 0, 1)) for x in (k_BGLd, v_BGLd))
         mask = _mask_with_sinks(mask, q_BGRd, sinks_H)
     o_BGRd = F.scaled_dot_product_attention(q_BGRd, k_BGLd, v_BGLd, attn_mask=mask, scale=scale)
@@ -227,8 +225,8 @@ def _plain(
 
 
 def _mask_with_sinks(allowed_B11L: Tensor, q_BGRd: Tensor, sinks_H: Tensor) -> Tensor:
-    """Return the numbers to add to the scores of L keys and a sink, [B, G, R, L + 1]: 0 for an
-    allowed key, -inf for another one, and the head's sink."""
+    """Return a mask to add to scores, [B, G, R, L + 1]: 0 or -inf for keys, then the head's
+    sink."""
     batch, kv_heads, group = q_BGRd.shape[:3]
     hidden_BGRL = ~allowed_B11L.expand(batch, kv_heads, group, -1)
     added_BGRL = q_BGRd.new_zeros(hidden_BGRL.shape).masked_fill_(hidden_BGRL, -torch.inf)
@@ -245,7 +243,7 @@ def newest_slots(table_BN: Tensor, lengths_B: Tensor, page: int) -> Tensor:
 
 def _launch(rows: int, kv_heads: int, row_bytes: int) -> tuple[int, int, int, int]:
     """Return (splits, tokens of a block, stages, warps). Every other stage holds page numbers, the
-    rest keys and values, at most 80 KiB together."""
+    rest at most 80 KiB of keys and values."""
     splits = max(1, min(MAX_SPLITS, PROGRAMS // (rows * kv_heads)))
     stages, warps = 5, 4
     token_bytes = 2 * row_bytes  # of a key and a value
@@ -265,7 +263,7 @@ def packed_heads(x_THd: Tensor) -> Tensor:
 
 @jit
 def hidden_keys(length, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
-    """Return how many first keys, in whole blocks, a window hides."""
+    """Return how many leading keys, in whole blocks, a window hides."""
     if WINDOW == 0:
         return 0
     return tl.maximum(length - WINDOW, 0) // BLOCK * BLOCK
@@ -282,8 +280,8 @@ def in_window(offs_n, length, WINDOW: tl.constexpr):
 
 @jit
 def split_share(cached, splits, BLOCK: tl.constexpr):
-    """Return the blocks of a split, and the splits that have any (the first always counts: it holds
-    the new token)."""
+    """Return the blocks of a split, and how many splits are active: the first, which has the new
+    token, always is."""
     blocks = tl.cdiv(cached, BLOCK)
     share = tl.maximum(tl.cdiv(blocks, splits), 1)
     return share, tl.maximum(tl.cdiv(blocks, share), 1)
@@ -303,7 +301,6 @@ def _fetch_ahead(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Prefetch a split's first block of keys and values."""
     LINES: tl.constexpr = D // 64 if D > 64 else 1  # of 128 bytes
     offs_n = first + tl.arange(0, BLOCK)
     page_n = tl.load(pages_ptr + offs_n // PAGE, mask=offs_n < cached, other=0).to(tl.int64)
@@ -320,7 +317,7 @@ def _write_head(ptr, x_d, in_d, D: tl.constexpr):
 
 @jit
 def _add_sinks(m_r, l_r, acc_rd, sinks_ptr, PER: tl.constexpr, R: tl.constexpr):
-    """Add the sinks of PER heads to a softmax: maximum, mass and sum of values."""
+    """Add sinks to a softmax's maximum, mass and sum of values."""
     offs_r = tl.arange(0, R)
     sink_r = tl.load(sinks_ptr + offs_r, mask=offs_r < PER, other=0.0)
     sink_r = sink_r.to(tl.float32) * 1.4426950408889634  # log2(e), as in `scale`
@@ -363,7 +360,7 @@ def _decode_kernel(
     let_others_start(EARLY)
     pid = tl.program_id(0)
     head, row, split = pid % G, (pid // G) % rows, pid // (G * rows)
-    # lengths, pages and their contents come from earlier steps: they are read before the wait
+    # lengths, pages and their contents come from earlier steps, so they are read before the wait
     length = tl.load(lengths_ptr + row)
     cached = length - 1
     hidden = hidden_keys(length, WINDOW, BLOCK)

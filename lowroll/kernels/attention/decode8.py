@@ -1,8 +1,7 @@
 """Decode attention over a paged cache of 8-bit codes (`kernels.attention.codes`).
 
-As `kernels.attention.decode`, but codes become float16 without loss and enter the products
-unscaled: a key's scale multiplies its column of scores, and a value's scale 2^e joins the exponent
-of its weight,
+Codes become float16 without loss and enter the products unscaled: a key's scale multiplies its
+column of scores, and a value's scale 2^e joins the exponent of its weight,
 
     w_n = 2^(s_n + e_n - m),    o = sum_n w_n q_n / sum_n 2^(s_n - m),    m = max_n (s_n + e_n) - 8
 
@@ -125,7 +124,6 @@ def _plain(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
-    """Compute `paged_decode8` in plain torch, over decoded copies of the rows' slots."""
     page = cache_pP.keys_TGd.shape[1]
     live_B = lengths_B > 0
     table_BN = table_BN[:, : max(1, -(-int(lengths_B.max()) // page))].long()
@@ -193,8 +191,8 @@ def _write_new_token(
     D: tl.constexpr,
     F: tl.constexpr,
 ):
-    """Write the token's codes of one head; return their unscaled values (key [D], fine part [F],
-    value [D]) and both scale bytes."""
+    """Write the token's codes of one head; return them unscaled (key [D], fine part [F], value [D])
+    and both scale bytes."""
     offs_d = tl.arange(0, D)
     offs_f = tl.arange(0, F)
     in_d = offs_d < d
@@ -231,7 +229,7 @@ def _load_codes(at_ptr, mask, NUMBER: tl.constexpr):
 
 @jit
 def _fine_query(q_r1, channel_ptr, in_f, in_rf, NUMBER: tl.constexpr):
-    """Return the query's fine channels, divided by FINER: they multiply the second codes."""
+    """Return the query's fine channels over FINER: they multiply the second codes."""
     channel_f = tl.load(channel_ptr, mask=in_f, other=0)
     fine_rf = tl.load(q_r1 + channel_f[None, :], mask=in_rf, other=0.0)
     return (fine_rf.to(tl.float32) / FINER_BY).to(NUMBER)
@@ -239,7 +237,6 @@ def _fine_query(q_r1, channel_ptr, in_f, in_rf, NUMBER: tl.constexpr):
 
 @jit
 def _attend_new_token(q_rd, fine_rf, code_d, left_f, value_d, k_byte, v_byte, scale):
-    """Return softmax maximum m [R], mass l [R] and sum acc [R, D] of one token."""
     s_r = tl.sum(q_rd.to(tl.float32) * code_d[None, :], 1)
     s_r = (s_r + tl.sum(fine_rf.to(tl.float32) * left_f[None, :], 1)) * scale
     s_r, e = s_r * _power_of_two(k_byte), (v_byte - 127).to(tl.float32)
@@ -262,7 +259,6 @@ def _store_output(
     D: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Store a split's output, and its log-sum-exp if there are several."""
     o_rd = tl.where(dead, 0.0, acc_rd / tl.where(dead, 1.0, l_r)[:, None])
     tl.store(
         out_ptr + out_r[:, None] * d + tl.arange(0, D)[None, :],

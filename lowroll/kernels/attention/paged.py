@@ -1,6 +1,5 @@
-"""Decode attention for many rows: `paged.cu` for torch. The cache holds numbers of q's type
-(`decode`) or 8-bit codes (`decode8`). A launch depends on rows, heads and the device alone: a
-captured graph is right for every length and sharing of pages.
+"""Decode attention for many rows: `paged.cu` for torch. A launch depends on rows, heads and the
+device alone: a captured graph is right for every length and sharing of pages.
 
 Legend: `kernels.attention`.
 """
@@ -22,7 +21,7 @@ from lowroll.kernels.launch import early
 from lowroll.kernels.support import NO_CUDA, Support, cuda_supports, no
 
 SOURCE = Path(__file__).with_name("paged.cu")
-FEWEST = 16  # rows; below, Triton's kernel is as fast
+FEWEST = 16  # rows; with fewer, Triton is as fast
 ROWS = 8  # of a block
 TILE = 16  # tokens
 HEADS = 8  # query heads of a key-value head, at most
@@ -41,8 +40,8 @@ class PagedAttentionArguments(ctypes.Structure):
 
 
 def supports(q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, keys_pPGd: Tensor) -> Support:
-    """Return whether the kernel supports these rows and this cache. q is read in pieces of 4 bytes,
-    k and v in pieces of 16."""
+    """Return whether the kernel takes these rows and this cache. It reads q in pieces of 4 bytes, k
+    and v in pieces of 16."""
     rows, heads, d = q_BHd.shape
     page, kv_heads = keys_pPGd.shape[1:3]
     if not q_BHd.is_cuda:
@@ -65,7 +64,6 @@ def supports(q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, keys_pPGd: Tensor) -> 
 
 
 def _starts_aligned(x_THd: Tensor, size: int) -> bool:
-    """Return whether all rows begin at multiples of `size` bytes."""
     return x_THd.data_ptr() % size == 0 and x_THd.stride(0) * x_THd.element_size() % size == 0
 
 
@@ -89,8 +87,7 @@ def decode(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
-    """Compute `decode.paged_decode` where `supports` holds. RuntimeError when it cannot be
-    launched."""
+    """Compute `decode.paged_decode` where `supports` holds. RuntimeError when the launch fails."""
     return _decode(q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale)
 
 

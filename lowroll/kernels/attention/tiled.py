@@ -1,14 +1,14 @@
 """Attention in Triton whose bits depend on a query and its keys alone, over cached pages or packed
 keys.
 
-    shares of SHARE keys, each in tiles of BLOCK:    m, l, o of the online softmax (Milakov and Gimelshein 2018)
-    shares are joined in order, from the first on:   m' = max(m, m_s)
-                                                     l' = l 2^(m - m') + l_s 2^(m_s - m'),  o' likewise
+    shares of SHARE keys, in tiles of BLOCK:   m, l, o of the online softmax
+    joined in order, from the first on:        m' = max(m, m_s)
+                                               l' = l 2^(m - m') + l_s 2^(m_s - m'),  o' likewise
 
-Shares begin at multiples of SHARE, so decoding, a chunked prompt and a learner's packed sequence
-use the same tiles, products and order. Tiles that a query cannot see add zeros. Weights are summed
-by a product with ones, so that the tensor cores use one order whatever the other rows are. For few
-decoded rows, each share has its own program, and a second launch joins them.
+(Milakov and Gimelshein 2018.) Shares begin at multiples of SHARE, so decoding, a chunked prompt and
+a learner's packed sequence use the same tiles and order. Tiles that a query cannot see add zeros. A
+product with ones sums the weights, as the tensor cores' order does not depend on other rows. For
+few decoded rows, each share has its own program, and a second launch joins them.
 
 Legend: `kernels.attention`; I tiles of queries, L joined shares.
 """
@@ -37,13 +37,13 @@ from lowroll.kernels.support import YES, Support, cuda_supports, no
 CAPABILITY = (9, 0)
 SHARE = 256  # keys
 WIDEST = 256  # numbers of a head
-PROGRAMS = 132 * 2  # that decode at once: two a multiprocessor of an H200
+PROGRAMS = 132 * 2  # of decoding: two a multiprocessor of an H200
 
 
 class QueryTiles(NamedTuple):
-    """Tiles of neighbouring queries of a sequence, int32 [I] each: first token, number (0 for
-    none), keys before the first one's own, and the origin of the keys: a row of the page table, or
-    the first packed key."""
+    """Tiles of neighbouring queries of a sequence, int32 [I] each: first token, number (0 is none),
+    keys before the first one's own, and the origin of the keys: a row of the page table, or the
+    first packed key."""
 
     first_I: Tensor
     count_I: Tensor
@@ -66,7 +66,7 @@ def supports_heads(head_dim: int, heads: int, kv_heads: int) -> Support:
 
 
 class Shape(NamedTuple):
-    """Rows of a product (queries times heads), keys of a tile, loads in flight and warps."""
+    """Rows (queries times heads) and keys of a tile, loads in flight and warps."""
 
     rows: int
     keys: int
@@ -75,8 +75,8 @@ class Shape(NamedTuple):
 
 
 def choose(d: int, size: int, decoded: bool) -> Shape:
-    """Return the shape for heads of d numbers of `size` bytes, as measured on an H200. The keys of
-    a tile determine bits, so they depend on nothing else."""
+    """Choose the shape for heads of d numbers of `size` bytes, as measured on an H200. A tile's
+    keys determine bits, so they depend on nothing else."""
     width = max(16, block(d)) * size
     keys = min(128, max(32, 2**15 // width))
     if INTERPRETED:  # numpy's order depends on the shape of a product
@@ -97,8 +97,7 @@ def tile(
     """Cut packed sequences into tiles of up to `queries` tokens, without a wait for the device.
     Return `most` tiles, the last ones empty; `most` has to be enough. All int32.
 
-    lengths_S: query tokens of each sequence. before_S: keys before its first query. origin_S: as in
-    `QueryTiles`.
+    lengths_S: query tokens. before_S: keys before the first query. origin_S: as in `QueryTiles`.
     """
     tiles_S = (lengths_S + (queries - 1)) // queries
     ends_S = tiles_S.cumsum(0)
@@ -129,7 +128,7 @@ def attend(
 ) -> Tensor:
     """Return o [T, H, d], each query attending to its own key and those before it.
 
-    table_SN: int32, the pages of each sequence; None: keys and values are packed, [T, G, d].
+    table_SN: int32 pages of each sequence; None: keys and values are packed, [T, G, d].
     """
     q_THd = packed_heads(q_THd)
     out_THd = torch.empty(q_THd.shape, dtype=q_THd.dtype, device=q_THd.device)
@@ -276,8 +275,7 @@ def _attend_share(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Return maximum, mass and sum of values over the keys [first, stop); each row sees those below
-    `seen_r`."""
+    """Return m, l and o over the keys [first, stop); each row sees those below `seen_r`."""
     offs_d = tl.arange(0, D)
     in_d = offs_d < d
     ones_nk = tl.full([BLOCK, 16], 1.0, q_rd.dtype)
@@ -308,7 +306,6 @@ def _attend_share(
 
 @jit
 def _join_softmax(m_r, l_r, o_rd, m_s, l_s, o_s):
-    """Join two online softmaxes: maximum, mass and sum of values."""
     new_r = tl.maximum(m_r, m_s)
     shift_r = tl.where(new_r == float("-inf"), 0.0, new_r)
     old_r, share_r = tl.exp2(m_r - shift_r), tl.exp2(m_s - shift_r)
@@ -421,8 +418,8 @@ def _decode_kernel(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Attend for one key-value head of one row over some shares; G fastest, then rows. The program
-    of the last share writes the new key and value to their slot and reads them there."""
+    """Attend for one key-value head of one row over some shares. The program of the last share
+    writes the new key and value to their slot and reads them there."""
     after_others(EARLY)
     pid = tl.program_id(0)
     head, row, program = pid % G, (pid // G) % rows, pid // (G * rows)

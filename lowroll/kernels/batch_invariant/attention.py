@@ -1,8 +1,7 @@
 """Attention whose bits depend on a query and its keys alone: `kernels.attention.avx2` on a CPU,
 `kernels.attention.tiled` on CUDA.
 
-Legend: T query tokens, S sequences, B decoded rows, H query heads, G key-value heads, d head size,
-p pages, P tokens of a page, N pages of a table row.
+Legend: `kernels.attention`.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ def paged(
     tokens: int,
     heads: int,
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return attention (q [T, H, d], keys, values) -> o of sequences' queries over pages that hold
-    their keys.
+    """Return attention (q [T, H, d], keys, values) -> o over pages that hold the sequences' keys.
 
     keys_pPGd: any layer's. lengths_S: queries, `tokens` in all. before_S: keys before the first.
     All int32, never waited for.
@@ -94,6 +92,6 @@ def decode(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
-    """Compute `kernels.attention.decode.paged_decode`, with the bits of the others."""
+    """Compute `kernels.attention.decode.paged_decode`."""
     run = tiled.decode if triton_supports(q_BHd) else avx2.decode
     return run(q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale)

@@ -14,8 +14,8 @@ Function = Callable[..., Any]
 
 
 def with_gradient_of(plain: Function, fast: Function, *inputs: Any) -> Any:
-    """Return fast(*inputs) with the gradient of plain(*inputs), which is the same up to rounding.
-    Inputs are kept for the backward pass, which runs `plain`."""
+    """Return fast(*inputs) with the gradient of plain(*inputs), which the backward pass runs on the
+    kept inputs."""
     if needs_gradient(*inputs):
         return _FastForward.apply(plain, fast, *inputs)
     return fast(*inputs)
@@ -32,7 +32,6 @@ class _FastForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Run `plain` on the saved inputs, and differentiate that."""
         needed_grads = ctx.needs_input_grad[2:]  # without those of `plain` and `fast`
         saved = iter(ctx.saved_tensors)
         inputs: list[Any] = list(ctx.others)

@@ -1,5 +1,5 @@
-"""Norm and rotation of heads with the same bits in any batch, with gradients: `kernels.fused.avx2`
-on a CPU (float32, multiples of `avx2.MULTIPLE`), else Triton."""
+"""Norm and rotation of heads: `kernels.fused.avx2` on a CPU (float32, multiples of
+`avx2.MULTIPLE`), else Triton."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""RMSNorm with the residual before it, and SwiGLU's gate: `rows.cpp` for torch, with gradients. On
-CUDA `kernels.fused` is already invariant: a program has a row.
+"""RMSNorm with the residual before it, and SwiGLU's gate: `rows.cpp` for torch. On CUDA
+`kernels.fused` is already invariant: a program has a row.
 
 Legend: T tokens, D features, F intermediate size.
 """
@@ -43,7 +43,7 @@ def add_rms_norm(
     eps: float,
     rows: str | None = None,
 ) -> tuple[Tensor, Tensor | QuantizedRows]:
-    """Compute `kernels.fused.norm.add_rms_norm`; on a CPU float32 and no rows."""
+    """Compute `kernels.fused.norm.add_rms_norm`; on a CPU float32 without `rows`."""
     if triton_supports(x_TD):
         # a kernel that also rounds may sum squares in another order, depending on what it stores
         sum_TD, normed = norm.add_rms_norm(x_TD, update_TD, weight_D, eps)
@@ -59,7 +59,7 @@ def add_rms_norm(
 
 
 def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | QuantizedRows:
-    """Compute `kernels.fused.swiglu.silu_mul`; on a CPU float32 and no rows."""
+    """Compute `kernels.fused.swiglu.silu_mul`; on a CPU float32 without `rows`."""
     if isinstance(gate_up, Product) or triton_supports(gate_up):
         return swiglu.silu_mul(gate_up, rows)
     assert rows is None
@@ -87,7 +87,6 @@ def _gate(gate_up: Tensor) -> Tensor:
 def _run(
     function: str, x: Tensor, update_TD: Tensor | None, weight_D: Tensor | None, eps: float
 ) -> tuple[Tensor | None, Tensor]:
-    """Call the CPU's library. Return the sum with the residual, if any, and the result."""
     width = x.shape[-1] // 2 if weight_D is None else x.shape[-1]
     x = contiguous_rows(x)
     update_TD = None if update_TD is None else contiguous_rows(update_TD)

@@ -1,8 +1,7 @@
 """The heads of an engine on a CPU, normed and rotated: `avx2.cpp` for torch, in float32.
 
-One call replaces some thirty of torch. Norms sum in another order than torch's, so a learner
-(outside inference mode) uses it only for heads without norms: the ratio over the same weights stays
-exactly 1.
+Norms sum in another order than torch's, so a learner (outside inference mode) uses it only for
+heads without norms: the ratio over the same weights stays exactly 1.
 
 Legend: `kernels.fused`; N = (H + 2G) d.
 """
@@ -65,7 +64,7 @@ def rotate_heads(
     k_norm_d: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `rope.rotate_heads`; v is a view. Differentiable without norms; v is then a copy."""
+    """Compute `rope.rotate_heads`. Differentiable without norms."""
     if not torch.is_inference_mode_enabled():
         return Rotation.apply(qkv_TN, cos, sin, heads, kv_heads, d)
     return heads_of(qkv_TN, cos, sin, heads, kv_heads, d, q_norm_d, k_norm_d, eps)

@@ -1,5 +1,5 @@
-"""One token of the gated delta rule a row, on a CPU: `delta_step.cpp` for torch, in float32, in place of
-the states. Plain torch passes over them eleven times, and copies them from their slots and back.
+"""One token of the gated delta rule a row, on a CPU: `delta_step.cpp` for torch, in float32. Plain
+torch passes over the states eleven times, and copies them from their slots and back.
 
 Legend: `model.recurrence`; N slots.
 """
@@ -44,8 +44,8 @@ def delta_step(
     state_NHkv: Tensor,
     slots_B: Tensor,
 ) -> Tensor:
-    """Compute `recurrence.delta_step` of the states in different slots, in place. Return outputs [B,
-    H, v], in v's dtype."""
+    """Compute `recurrence.delta_step` of the states in different slots, in place. Return outputs
+    [B, H, v], in v's dtype."""
     rows, heads, keys = q_BHk.shape
     inputs = [
         x.float().contiguous() for x in (q_BHk, k_BHk, v_BHv, decay_BH.float().exp(), beta_BH)

@@ -1,12 +1,13 @@
-"""RMSNorm with the residual added before and the next product's codes made after it, in one pass.
+"""RMSNorm with the residual added before and the next product's codes made after it.
 
     sum = x + update                                     in the dtype of x
-    normed = sum / sqrt(mean(sum^2) + eps) * weight      statistics in float32, rounded once to the dtype of x
+    normed = sum / sqrt(mean(sum^2) + eps) * weight      statistics in float32, rounded once
 
 (Zhang and Sennrich 2019.) Backward, with r = 1 / sqrt(mean(sum^2) + eps), h = sum * r and g the
 gradient of normed:
 
-    d sum = r (g w - h mean(g w h)) + gradient of sum,      d x = d update = d sum,      d w = sum over tokens of g h
+    d sum = r (g w - h mean(g w h)) + gradient of sum,      d x = d update = d sum
+    d w = sum over tokens of g h
 
 d w is summed in float32 by a fixed number of programs, then over them.
 
@@ -56,10 +57,10 @@ def add_rms_norm(
     eps: float,
     rows: str | None = None,
 ) -> tuple[Tensor, Tensor | QuantizedRows]:
-    """Return (x + update, its norm): the first in the dtype of x (x itself without update), the
-    second dense or as codes of the kind `rows` (`rows.KINDS`).
+    """Return (x + update, its norm): the first in x's dtype (x itself without update), the second
+    dense or as codes of a kind in `rows.KINDS`.
 
-    Differentiable in x, update and weight when update is a tensor and rows None.
+    Differentiable when update is a tensor and rows None.
     """
     if not triton_supports(x_TD) or x_TD.numel() == 0:
         return _plain(x_TD, update, weight_D, eps, rows)
@@ -151,7 +152,6 @@ def _backward(
     sum_grad_TD: Tensor | None,
     weight_learns: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of x (and of the update) and of the weight."""
     num_tokens, size = sum_TD.shape
     grad_TD = torch.empty_like(sum_TD)
     programs = min(num_tokens, PROGRAMS * max(1, WIDTH // block(size)))

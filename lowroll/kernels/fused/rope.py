@@ -1,5 +1,4 @@
-"""From the fused qkv product to heads: QK-norm where the model has one, and half-rotation, in one
-launch.
+"""Heads from the fused qkv product: QK-norm where the model has one, and half-rotation.
 
     q = rotate(norm(q)),  k = rotate(norm(k)),  v = v
     rotate (a, b) = (a cos - b sin, b cos + a sin),  a and b the halves of a head (Su et al. 2021)
@@ -37,10 +36,7 @@ def rotate_heads(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (q [T, H, d], k [T, G, d], v [T, G, d]) of qkv [T, (H + 2G) d]; cos and sin [T, 1,
-    d/2] float32.
-
-    Differentiable in qkv and the norms' weights when qkv is a tensor.
-    """
+    d/2] float32. Differentiable when qkv is a tensor."""
     sums = qkv.sums_MN if isinstance(qkv, Product) else qkv
     if not triton_supports(sums) or sums.numel() == 0:
         dense = qkv.dense() if isinstance(qkv, Product) else qkv
@@ -250,13 +246,11 @@ def _rotate_heads_kernel(
 
 @jit
 def _load_row(start, i, size):
-    """Load half a head of cosines, sines or weights: [1, HALF]."""
     return tl.load(start + i, mask=i < size, other=0.0).to(tl.float32)[None, :]
 
 
 @jit
 def _load_heads(q, k, v, at_q, at_k, at_v, is_q, is_k, is_v):
-    """Load gradients of heads, each from the query's, key's or value's tensor."""
     x = tl.load(q + at_q, mask=is_q, other=0.0).to(tl.float32)
     x += tl.load(k + at_k, mask=is_k, other=0.0).to(tl.float32)
     return x + tl.load(v + at_v, mask=is_v, other=0.0).to(tl.float32)

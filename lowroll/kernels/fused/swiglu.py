@@ -1,7 +1,6 @@
-"""SwiGLU's gate, silu(gate) * up, from the fused gate-up product (Shazeer 2020), and the next
-product's codes.
+"""SwiGLU's gate of the fused gate-up product (Shazeer 2020), and the next product's codes.
 
-    y = silu(g) * u,      silu(g) = g s,  s = 1 / (1 + exp(-g))      silu and y each rounded to the dtype of gate_up
+    y = silu(g) u,    silu(g) = g s,  s = 1 / (1 + exp(-g))     silu and y each rounded to the dtype
     d u = d y silu(g),    d g = d y u s (1 + g (1 - s))
 
 Experts of GPT-OSS clamp both (`clamped_swiglu`):
@@ -99,7 +98,6 @@ def _clamped_swiglu(gate_up_TG: Tensor, limit: float, alpha: float) -> Tensor:
 
 
 def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
-    """Launch the kernel, and a second one for codes unless a program makes whole rows."""
     sums, row, column, bias = parts(gate_up)
     num_tokens, size = sums.shape[0], sums.shape[1] // 2
     is_plain = row is None and column is None and bias is None and sums.dtype == gate_up.dtype
@@ -146,7 +144,6 @@ def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
 
 
 def _whole_rows(gate_up: Tensor, rows: str) -> QuantizedRows:
-    """Return codes in one launch, one program a row."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     codes = empty_rows(gate_up, (num_tokens, size), rows)
     limit = 8192 if num_tokens <= PROCESSORS else 4096  # for one or two rows at once a processor
@@ -247,7 +244,7 @@ def _silu_mul_codes_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Encode a row, whose pieces stay in registers until its largest magnitude is known."""
+    """Encode a row, held in registers until its largest magnitude is known."""
     after_others(EARLY)
     t = tl.program_id(0).to(tl.int64)
     row_pieces, bits = tl.tuple([]), tl.zeros((BLOCK,), tl.int32)

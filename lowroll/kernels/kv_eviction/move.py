@@ -3,10 +3,10 @@
 A program moves one KV head of one row in one buffer, some keys at a time, all read before the first
 is written. No key is overwritten unread. Let s be the position, in keys, of the first target page
 in the row's own table. Key k moves from i_k to s + k (or to a new page). Indices ascend, so i_k - k
-never falls: there is a k' before which keys move up, i_k < s + k, and from which they move down or
-stay. Those before k' go last to first: unread keys lie below i_k < s + k. Those from k' on go first
-to last: unread keys lie above i_k >= s + k. The two ranges do not meet, as the first reads and
-writes below s + k', the second not.
+never falls: before some k' keys move up, i_k < s + k; from k' on they move down or stay. Those
+before k' go last to first: unread keys lie below i_k < s + k. Those from k' on go first to last:
+unread keys lie above i_k >= s + k. The ranges do not meet, as the first reads and writes below s +
+k', the second not.
 
 Legend: `kernels.kv_eviction`.
 """
@@ -21,13 +21,13 @@ from torch import Tensor
 from lowroll.kernels.kv_eviction.score import addresses
 from lowroll.kernels.launch import block, jit, tl, triton_supports
 
-Buffers = Sequence[Tensor]  # one a layer, [pages, page, G, ...], whatever a key or value takes
+Buffers = Sequence[Tensor]  # one a layer, [pages, page, G, ...]
 
 
 def move(kinds: Sequence[Buffers], table_BP: Tensor, kept_LBGK: Tensor, slots_BK: Tensor) -> None:
     """Move the kept keys of each row and head, in all layers' buffers, to new slots.
 
-    kept_LBGK: int64, ascending along K, into the keys of a row with the pages `table_BP` (int32).
+    kept_LBGK: int64, ascending along K, into a row's keys in the pages `table_BP` (int32).
     slots_BK: int64, page * page_size + offset, in order; whole pages but the last. A row's new
     pages may be the first of its old ones in order, but no other row's.
     """
@@ -45,7 +45,6 @@ def move(kinds: Sequence[Buffers], table_BP: Tensor, kept_LBGK: Tensor, slots_BK
 def _launch(
     buffers: list[Tensor], nbytes: int, table_BP: Tensor, kept_LBGK: Tensor, slots_BK: Tensor
 ) -> None:
-    """Move keys of `nbytes` each in one launch."""
     layers, rows, heads, kept = kept_LBGK.shape
     item_size = next(item_size for item_size in (4, 2, 1) if nbytes % item_size == 0)
     width = nbytes // item_size
@@ -70,7 +69,6 @@ def _launch(
 
 
 def _plain(buffers: Buffers, table_BP: Tensor, kept_BGK: Tensor, slots_BK: Tensor) -> None:
-    """Move a layer's kept keys in plain torch; a buffer's are all read before any is written."""
     page_size, num_heads = buffers[0].shape[1:3]
     pages_BGP = table_BP[:, None].expand(-1, num_heads, -1)
     pages_BGK = pages_BGP.gather(2, kept_BGK // page_size).long()

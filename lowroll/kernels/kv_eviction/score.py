@@ -1,9 +1,8 @@
-"""The scores of a cache policy for each key, for all layers at once, from the pages.
+"""A cache policy's scores of each key, for all layers at once, from the pages.
 
-Definitions and plain torch: `kv.policy.snapkv` (importance I), `kv.policy.rkv` (redundancy R). No n
-x n matrix is stored: the cosines C exist in tiles, of exact products of 16-bit keys on tensor
-cores, and norms in float32 come after. C is symmetric, so a column's sum is that of its row, less
-the fix for duplicates:
+Definitions and plain torch: `kv.policy.snapkv` (importance I), `kv.policy.rkv` (redundancy R). The
+cosines C exist only in tiles, as exact products of 16-bit keys on tensor cores, over norms in
+float32. C is symmetric, so a column's sum is that of its row, less the fix for duplicates:
 
     sum_i, newest_i, C of the newest     one pass of tiles, by row
     S_j = sum_j - sum over i with newest_i = j of C_ij
@@ -27,7 +26,7 @@ from lowroll.kernels.support import Support, no
 
 DUPLICATE = 0.5  # cosine over which two keys are duplicates
 EPS = 1e-8  # added to a key's norm
-QUERIES = 128  # of a program: the window's, of a group, each padded to a power of two
+QUERIES = 128  # of a program: window times group, each padded to a power of two
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -50,8 +49,8 @@ def importance(
     """Return the attention of a row's last A queries to each earlier key, before spreading: float32
     [L, B, G, N], undefined from key length - A on.
 
-    ring_LSAHd: the queries of each slot, in the keys' dtype; keys: a buffer [p, page, G, d] a
-    layer; slots_B int64, table_BP and lengths_B int32.
+    ring_LSAHd: each slot's queries, in the keys' dtype. keys: [p, page, G, d] a layer. slots_B:
+    int64. table_BP, lengths_B: int32.
     """
     _, _, window, num_heads, d = ring_LSAHd.shape
     page, kv_heads = keys[0].shape[1:3]
@@ -146,8 +145,8 @@ def join(
     kernel: int,
     mix: float = 1.0,
 ) -> Tensor:
-    """Return mix I - (1 - mix) R, float32 [L, B, G, N]: I spread over `kernel` keys, R the softmax
-    of `redundant_LBGN`; None gives I alone. Undefined from key length - window on."""
+    """Return mix I - (1 - mix) R, float32 [L, B, G, N], with I spread over `kernel` keys; without
+    `redundant_LBGN` I alone. Undefined from key length - window on."""
     score_LBGN = torch.empty_like(important_LBGN)
     num_rows, kv_heads, widest = score_LBGN.shape[1:]
     _join_kernel[(score_LBGN[..., 0].numel(),)](
@@ -170,7 +169,7 @@ def join(
 
 
 def addresses(buffers: Sequence[Tensor]) -> Tensor:
-    """Return the addresses of the buffers, int64, on their device."""
+    """Return the buffers' addresses, int64, on their device."""
     return torch.tensor([buffer.data_ptr() for buffer in buffers]).to(buffers[0].device)
 
 
@@ -318,8 +317,7 @@ def _newest_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """For ROWS rows i of C, compute their sums, the last j that each takes for a duplicate (-1:
-    none), and its cosine."""
+    """Compute the sums of ROWS rows i of C, their newest duplicates j (-1: none), and C_ij."""
     pid, first_row = tl.program_id(0) // tiles, tl.program_id(0) % tiles * ROWS
     head, row, layer = pid % G, (pid // G) % rows, pid // (G * rows)
     length = tl.load(lengths_ptr + row)
@@ -368,7 +366,6 @@ def _mean_kernel(
     G: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute BLOCK columns j of S / n."""
     pid, first_column = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK
     length = tl.load(lengths_ptr + (pid // G) % rows)
     if first_column >= length:

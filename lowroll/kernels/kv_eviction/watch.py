@@ -1,6 +1,5 @@
-"""The data that a cache policy records in each decode step, within its graph: the last queries, and
-the attention that each key receives, recomputed from the pages, as attention's own kernel does not
-expose its probabilities.
+"""Data that a cache policy records in each decode step, within its graph: the last queries, and
+each key's attention, recomputed as attention's kernel does not expose probabilities.
 
 Legend: `kernels.kv_eviction`.
 """
@@ -56,7 +55,7 @@ def add_attended(
     lengths_B: Tensor,
 ) -> None:
     """Add each row's attention to its `lengths_B` (at most N) keys, summed over a group's heads, to
-    the float32 scores of its slot. No two rows with keys share a slot."""
+    its slot's float32 scores. No two rows with keys share a slot."""
     rows, num_heads, d = q_BHd.shape
     page, kv_heads = keys_pPGd.shape[1:3]
     q_BHd = packed_heads(q_BHd)
@@ -180,7 +179,6 @@ def _logits(
     PAGE: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Return logits [R, N] of the keys n, -inf beyond the row's end."""
     k_nd = load_keys(keys_ptr, table_ptr, n_N, length, head, G, d, PAGE, D)
     s_rn = tl.dot(q_rd, tl.trans(k_nd), input_precision="ieee") * scale
     return tl.where((n_N < length)[None, :], s_rn, float("-inf"))

@@ -2,9 +2,8 @@
 
     y[m, n] = (sum_k x[m, k] w[n, k]) * row[m] * column[n] + bias[n]
 
-The weights' bandwidth bounds a small decode step, so a program reads whole rows of weights, 16
-bytes a thread, and multiplies on CUDA cores: int8 four at a time (`dp4a`), e4m3 and bfloat16 as
-float32.
+Reading the weights bounds a small decode step, so a program reads whole rows of them, 16 bytes a
+thread, and multiplies on CUDA cores: int8 by `dp4a`, e4m3 and bfloat16 as float32.
 
 Legend: `kernels.matmul`.
 """
@@ -60,7 +59,6 @@ def _launch(
     bias_N: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Launch the kernel; codes with scales, or bfloat16 without."""
     is_integer, numbers_per_load = w.dtype == torch.int8, 16 // w.element_size()
     channels, depth, warps = schedule(len(x), len(w), w.dtype)
     y_MN = torch.empty(len(x), len(w), dtype=dtype, device=w.device)
@@ -89,8 +87,7 @@ def _launch(
 
 
 def schedule(num_rows: int, num_out: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Return channels of a program, weights of a channel read at a time, and warps, as measured on
-    an H200."""
+    """Return channels of a program, weights of a channel read at a time, and warps (H200)."""
     if dtype == torch.int8:
         return (4, 2048, 4) if num_rows == 1 else (4, 1024, 2)
     if dtype == torch.float8_e4m3fn:
@@ -103,7 +100,6 @@ def schedule(num_rows: int, num_out: int, dtype: torch.dtype) -> tuple[int, int,
 
 @jit
 def _dot4(w, x, sums, DP4A: tl.constexpr):
-    """Add the products of four int8 codes in a word to the sums."""
     if DP4A:
         sums = tl.inline_asm_elementwise(
             "dp4a.s32.s32 $0, $1, $2, $3;",
@@ -141,7 +137,6 @@ def _accumulate(
     EACH: tl.constexpr,
     DP4A: tl.constexpr,
 ):
-    """Return the sums of all rows after one step of weights."""
     new_sums = tl.tuple([])
     for m in tl.static_range(ROWS):
         x_m = tl.load(x + m * K + at, mask=at < left, other=0.0)
@@ -175,8 +170,8 @@ def _gemv_kernel(
     DP4A: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Multiply for one program; x and w are int32 words of four codes, K a row, or e4m3 or
-    bfloat16, EACH in 16 bytes. The first weights are read before the wait."""
+    """Multiply for one program. x and w: K int32 words of four codes a row, or e4m3 or bfloat16,
+    EACH in 16 bytes. The first weights are read before the wait."""
     n, offs_k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     w_ptrs = w + tl.where(n < N, n, 0).to(tl.int64)[:, None] * K + offs_k[None, :]
     codes = _load_codes(w_ptrs, offs_k, K, EVEN)

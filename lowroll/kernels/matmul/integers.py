@@ -4,9 +4,9 @@
 
 Integer sums are exact, so results do not depend on tiles, splits or the batch. Weights are the left
 operand: Hopper's matrix instruction takes at least 64 rows of the left and as few as 8 of the
-right. Tiles run in rounds of as many as the device holds; those of an incomplete last round are
-split along K, and the last program to finish such a tile adds the parts. Hopper's copy engine
-fetches tiles where addresses and rows are multiples of 16 bytes, else the threads do.
+right. Tiles of an incomplete last wave are split along K, and the last program to finish such a
+tile adds the parts. Hopper's copy engine fetches tiles where addresses and rows are multiples of 16
+bytes.
 
 Legend: `kernels.matmul`.
 """
@@ -24,15 +24,15 @@ from lowroll.kernels.quantize.rows import QuantizedRows
 from lowroll.kernels.support import YES, Support, cuda_supports
 
 MULTIPROCESSORS = 132  # of an H100 or H200; tiles are chosen for them, whatever the device
-MOST_TURNS = 1 << 12  # counters: tiles that are split along K
+MOST_TURNS = 1 << 12  # counters, one a tile that is split along K
 CAPTURED = -1
 
 
 def multiply(
     rows: QuantizedRows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None
 ) -> Tensor:
-    """Return y [M, N] in the dtype of `rows`, on CUDA or in Triton's interpreter. RuntimeError when
-    the first product of a device is within the capture of a CUDA graph."""
+    """Return y [M, N] in the dtype of `rows`, on CUDA or in Triton's interpreter. RuntimeError if a
+    device's first product is within the capture of a CUDA graph."""
     x_MK, w_NK = rows.codes_MK.contiguous(), codes_NK.contiguous()
     (num_rows, num_in), num_out = x_MK.shape, w_NK.shape[0]
     y_MN = torch.empty(num_rows, num_out, dtype=rows.dtype, device=w_NK.device)
@@ -79,8 +79,7 @@ def multiply(
 
 
 def _tile_descriptors(x_MK: Tensor, w_NK: Tensor, tile: Tile) -> tuple[Any, Any]:
-    """Return both matrices' descriptors for the copy engine, or (None, None) where it cannot
-    fetch."""
+    """Return descriptors for the copy engine, or (None, None) where it cannot fetch."""
     aligned = x_MK.shape[1] % 16 == x_MK.data_ptr() % 16 == w_NK.data_ptr() % 16 == 0
     if not tile.engine or not aligned or not copy_engine_supports(x_MK.device):
         return None, None
@@ -121,7 +120,7 @@ def _turns(device: torch.device) -> Tensor:
 
 
 class Tile(NamedTuple):
-    """The result's tile, a step along K, loads in flight, warps, programs on a multiprocessor at
+    """Size of a tile, a step along K, loads in flight, warps, programs a multiprocessor runs at
     once, and whether the copy engine fetches."""
 
     rows: int
@@ -135,8 +134,8 @@ class Tile(NamedTuple):
 
 def choose(num_rows: int, num_out: int, num_in: int) -> Tile:
     """Choose the tile by these sizes alone, as measured on an H200 (docs/LOG.md): small tiles while
-    all run at once; larger, split ones along a long K. The copy engine is slow at filling in
-    missing rows, so a large matrix with a partial last tile goes without."""
+    all run at once; larger, split ones along a long K. The copy engine fills in missing rows
+    slowly, so a large matrix with a partial last tile goes without."""
 
     def tiles(rows: int, columns: int) -> int:
         return -(-num_rows // rows) * -(-num_out // columns)
@@ -171,8 +170,8 @@ def registers(tile: Tile) -> int:
 
 
 def deal(tiles: int, steps: int, at_once: int, least: int) -> tuple[int, int]:
-    """Return (whole tiles of a program, parts of each other tile) for tiles of `steps` steps along
-    K. A part has about `least` steps or more; none is empty."""
+    """Return (tiles of one program, parts of each other tile) for `steps` along K. A part has about
+    `least` steps or more; none is empty."""
     remainder = tiles % at_once
     splits = min(16, at_once // remainder, steps // least) if remainder else 1
     if splits <= 1:
@@ -206,7 +205,6 @@ def _integers_kernel(
     EVEN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Compute one tile of y, or one part of K of it."""
     tile, part, count = tl.program_id(0), 0, 1
     if parts is not None:
         if tile >= whole:
@@ -217,7 +215,7 @@ def _integers_kernel(
     m_first = (band_start + tile % (8 * tiles_n) % band_height) * ROWS
     n_first = tile % (8 * tiles_n) // band_height * COLUMNS
     m, n, depth = m_first + tl.arange(0, ROWS), n_first + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
-    # beyond the last, the first ones are read (loads from one place would wait) and never written
+    # rows beyond the last read the first ones: loads from one place would wait
     x_ptrs = x + (m % M).to(tl.int64)[:, None] * K + depth[None, :]
     w_ptrs = w + (n % N).to(tl.int64)[:, None] * K + depth[None, :]
     steps = tl.cdiv(K, DEPTH)

@@ -1,12 +1,11 @@
-"""float32 rows times frozen int8 codes on a CPU: three byte products make one float product, in
-half the time with AMX.
+"""float32 rows times frozen int8 codes on a CPU by three byte products, in half the time with AMX.
 
-    x[m, k] = step[m] (2^16 a + 2^8 b + c),      a, b, c signed bytes,      step[m] = amax(|x[m, :]|) / MOST
+    x[m, k] = step[m] (2^16 a + 2^8 b + c),      a, b, c signed bytes
+    step[m] = amax(|x[m, :]|) / MOST
     y[m, n] = step[m] (2^16 (a . w) + 2^8 (b . w) + c . w)[m, n]
 
-The inner sums are exact integers; the loss is 2^-23 of a row's largest number, about that of
-float32 sums. A row with a non-finite number gives NaN. `limbs.cpp` splits rows and joins sums;
-oneDNN multiplies.
+Inner sums are exact; the loss is 2^-23 of a row's largest number, about that of float32 sums. A row
+with a non-finite number gives NaN. `limbs.cpp` splits rows and joins sums; oneDNN multiplies.
 
 Legend: `kernels.matmul`.
 """
@@ -29,7 +28,7 @@ from lowroll.kernels.support import NO_CPU, NO_GRADIENT, Support, needs_gradient
 SOURCE = Path(__file__).with_suffix(".cpp")
 MOST = 127.0 * 65536  # of a number over its step, so that a, b and c are bytes
 LEAST = 1 << 18  # weights of a matrix
-AT_ONCE = 1024  # rows, which bounds the memory of bytes and sums
+AT_ONCE = 1024  # rows, which bounds the memory
 
 
 class LimbsArguments(ctypes.Structure):
@@ -43,8 +42,7 @@ class LimbsArguments(ctypes.Structure):
 
 @cache
 def supports_device(device: torch.device) -> Support:
-    """Return whether the CPU multiplies matrices of bytes (AMX) and a compiler can build the
-    kernel."""
+    """Return whether the CPU has AMX and a compiler can build the kernel."""
     if device.type != "cpu":
         return NO_CPU
     if not w8a8_onednn.has_amx():
@@ -67,8 +65,7 @@ def supports(x_MK: Tensor, codes_NK: Tensor) -> Support:
 def add_product(
     y_MN: Tensor, x_MK: Tensor, packed: w8a8_onednn.Packed, scale_K: Tensor | None = None
 ) -> Tensor:
-    """Add (x * scale) times the transposed codes, each with its own scale, to y and return y. All
-    are float32."""
+    """Add (x * scale) w^T to y and return y, all float32. `packed` scales w."""
     assert y_MN.stride(1) == 1, "sums are added to rows whose numbers lie side by side"
     x_MK = contiguous_rows(x_MK)
     for x, y in zip(x_MK.split(AT_ONCE), y_MN.split(AT_ONCE), strict=True):
@@ -77,7 +74,6 @@ def add_product(
 
 
 def _add(y_MN: Tensor, x_MK: Tensor, packed: w8a8_onednn.Packed, scale_K: Tensor | None) -> None:
-    """Add the product of up to AT_ONCE rows."""
     (M, K), N = x_MK.shape, y_MN.shape[1]
     bytes_LK = torch.empty(3 * M, K, dtype=torch.uint8)
     step_M = torch.empty(M)

@@ -3,14 +3,15 @@
     s_j = fma over k = j, j + 16, j + 32, ...       j: 16 lanes; zeros follow behind K
     y[m, n] = tree(s_0 .. s_15) + bias[n]           lanes j and j + 8 first, then j + 4, j + 2, j + 1
 
-BLAS picks the order by rows, alignment and threads. Here the bits of y[m, n] depend on x[m, :],
-w[n, :] and bias[n] alone, with AVX2 and with AVX-512. `Compact` rows of w are the same floats in fewer
-bytes: a product of few rows takes the time of reading w.
+BLAS picks the order by rows, alignment and threads. Here y[m, n] depends on x[m, :], w[n, :] and
+bias[n] alone, with AVX2 and with AVX-512. `Compact` rows of w hold the same floats in fewer bytes,
+whose reading bounds a product of few rows.
 
     bfloat16    [K]
-    blocks      whole numbers int8 [K], and float32 scales [K / 32] of 32 of them: q s
-    nibbles     whole numbers of 4 bits [K / 2], and float32 [K / 32, 2]: scale and minimum, q s + m of
-                two roundings; byte i of a group's 16 has number i in its low half, i + 16 in its high half
+    blocks      int8 [K], and float32 scales [K / 32]: q s
+    nibbles     4-bit integers [K / 2], and float32 [K / 32, 2], scale and minimum: q s + m,
+                rounded twice; of a group's 16 bytes, i has integer i in its low half, i + 16 in
+                its high half
 
 Legend: `kernels.matmul`.
 """
@@ -36,7 +37,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 DEEPEST = 64  # K of a product that may go across
 FLOATS, BFLOAT16, BLOCKS, NIBBLES = range(4)  # kinds of the rows of w
 GROUP = 32  # whole numbers that share a scale
-AT_ONCE = 1024  # rows that are made compact; the first say that most matrices are no compact ones
+AT_ONCE = 1024  # rows converted at a time; most matrices fail at the first
 
 
 class OrderedArguments(ctypes.Structure):
@@ -48,8 +49,8 @@ class OrderedArguments(ctypes.Structure):
 
 
 class Compact(NamedTuple):
-    """A matrix [N, K] of float32 numbers in fewer bytes; K is a multiple of GROUP. rows: bfloat16 [N, K],
-    or bytes [N, -1], whole numbers and behind them their scales."""
+    """A float32 matrix [N, K] in fewer bytes; K is a multiple of GROUP. rows: bfloat16 [N, K], or
+    bytes [N, -1] of integers and behind them their scales."""
 
     kind: int
     rows: Tensor
@@ -67,16 +68,15 @@ def has_avx512() -> bool:
 
 
 def goes_across(M: int, N: int, K: int) -> bool:
-    """Return whether lanes are columns, for few numbers a row as in LoRA's up projection: the same
-    bits at 1.3 to 3 times the speed. Fewer columns leave lanes empty, and AVX2 transposes w too
-    slowly for few rows."""
+    """Return whether lanes are columns, for short rows as in LoRA's up projection: 1.3 to 3 times
+    faster with the same bits. Fewer columns leave lanes empty, and AVX2 transposes w too slowly for
+    few rows."""
     return K <= DEEPEST and N >= 128 and (has_avx512() or M > 2 or K <= 32)
 
 
 def compact(w_NK: Tensor) -> Compact | None:
-    """Return a float32 matrix in the fewest bytes that stand for the same numbers, bit for bit; None
-    where that is float32. Trained in bfloat16, a matrix is such numbers; read from a GGUF file in
-    Q8_0 it is blocks."""
+    """Return the same numbers in the fewest bytes, bit for bit; None where that is float32.
+    Training in bfloat16 and GGUF's Q8_0 give compact matrices."""
     if w_NK.shape[1] % GROUP:
         return None
     if (rows := _same_numbers(w_NK, _blocks, _floats_of_blocks)) is not None:
@@ -89,8 +89,7 @@ def compact(w_NK: Tensor) -> Compact | None:
 def _same_numbers(
     w_NK: Tensor, make: Callable[[Tensor], Tensor], restore: Callable[[Tensor], Tensor]
 ) -> Tensor | None:
-    """Return the compact rows of a matrix, made in chunks that bound the memory; None where they
-    stand for other bits."""
+    """Convert a matrix in chunks, which bound the memory; return None if bits differ."""
     rows = None
     for start in range(0, len(w_NK), AT_ONCE):
         chunk_NK = w_NK[start : start + AT_ONCE]
@@ -108,7 +107,7 @@ def _bfloat16(w_NK: Tensor) -> Tensor:
 
 
 def _blocks(w_NK: Tensor) -> Tensor:
-    """Return whole numbers up to 127 in magnitude and scales, as of `quant.blocks.Q8_0`."""
+    """Quantize as `quant.blocks.Q8_0`."""
     w_NGS = w_NK.unflatten(1, (-1, GROUP))
     scale_NG = (w_NGS.abs().amax(-1) / torch.full((), 127.0)).half().float()
     divisor_NG = torch.where(scale_NG == 0, 1.0, scale_NG)
@@ -117,13 +116,13 @@ def _blocks(w_NK: Tensor) -> Tensor:
 
 
 def blocks(codes_NK: Tensor, scale_NG: Tensor) -> Compact:
-    """Return the matrix q s of whole numbers, int8, with a float32 scale for GROUP of them."""
+    """Return the matrix q s of int8 q, with a float32 scale for GROUP of them."""
     return Compact(BLOCKS, torch.cat([codes_NK, scale_NG.view(torch.int8)], dim=1))
 
 
 def nibbles(codes_NK: Tensor, scale_NG: Tensor, low_NG: Tensor) -> Compact:
-    """Return the matrix q s + m of whole numbers 0 .. 15, uint8, with a float32 scale and minimum for
-    GROUP of them."""
+    """Return the matrix q s + m of uint8 q in 0 .. 15, with a float32 scale and minimum for GROUP
+    of them."""
     low_NGS, high_NGS = codes_NK.unflatten(1, (-1, 2, GROUP // 2)).unbind(2)
     codes_NB = (high_NGS << 4 | low_NGS).flatten(1)
     scales_NB = torch.stack([scale_NG, low_NG], dim=-1).flatten(1).view(torch.uint8)
@@ -137,15 +136,14 @@ def _floats_of_blocks(rows: Tensor) -> Tensor:
 
 
 def compact_product(x_MK: Tensor, w: Compact, bias_N: Tensor | None = None) -> Tensor:
-    """Return x times the transpose of w, plus bias, float32 [M, N] on a CPU, with the bits of
-    `product`."""
+    """Return x w^T + bias, float32 [M, N] on a CPU, with the bits of `product`."""
     return _run(x_MK, w.rows, w.rows[0].nbytes, bias_N, False, w.kind)
 
 
 def _run(
     x_MK: Tensor, rows: Tensor, stride: int, bias_N: Tensor | None, across: bool, kind: int
 ) -> Tensor:
-    """Call the library. rows: of w, `stride` floats apart, or bytes where they are compact."""
+    """Call the library. stride: of w's rows, in floats, or in bytes where they are compact."""
     (M, K), N = x_MK.shape, len(rows)
     x_MK = contiguous_rows(x_MK)
     bias_N = None if bias_N is None else bias_N.contiguous()
@@ -165,9 +163,8 @@ def product(
     dtype: torch.dtype | None = None,
     added_MN: Tensor | None = None,
 ) -> Tensor:
-    """Return x times the transpose of w, plus bias and `added_MN`: [M, N]. Rows may be strided.
-    float32 on a CPU; on CUDA `tiled.product`. ValueError for other numbers, and for shapes that do
-    not fit."""
+    """Return x w^T + bias + `added_MN`: [M, N]. Rows may be strided. float32 on a CPU; on CUDA
+    `tiled.product`. ValueError for other dtypes, and for shapes that do not fit."""
     if triton_supports(x_MK):
         return tiled.product(x_MK, w_NK, bias_N, dtype, added_MN)
     (M, K), N = x_MK.shape, w_NK.shape[0]

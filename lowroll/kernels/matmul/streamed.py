@@ -1,10 +1,10 @@
 """y = x W^T for few rows of x: `streamed.cu` for torch, over a QTensor's storages.
 
-One library a weight format has kernels for up to 8, 16, 32, 64, 96 and 128 rows; more rows take
-several passes. Neighbours in a bucket do not change a product.
+Each format's library has kernels for up to 8, 16, 32, 64, 96 and 128 rows; more rows take several
+passes. Other rows do not change a row's product.
 
-A device's workspace (34 MiB on an H200) holds what two blocks share: a device's products belong on
-one stream at a time, and the first, which makes it, not in a CUDA graph's capture.
+Blocks share a device's workspace (34 MiB on an H200), so its products belong on one stream at a
+time, and the first, which allocates it, not in a CUDA graph's capture.
 
 Legend: `kernels.matmul`.
 """
@@ -78,7 +78,7 @@ def supports(kind: str, x_MK: Tensor, shape: tuple[int, int]) -> Support:
 
 
 def broad_supports(kind: str, shape: tuple[int, int], device: torch.device) -> Support:
-    """Return whether a matrix fits the tiles of `broad.cuh`, up to 128 rows of activations each."""
+    """Return whether a matrix fits `broad.cuh`, which takes tiles of up to 128 rows."""
     if kind == "bf16":
         return no("takes 4-bit weights")
     if shape[0] % 8 or shape[1] % (256 if kind == "nvfp4" else 512):
@@ -87,11 +87,8 @@ def broad_supports(kind: str, shape: tuple[int, int], device: torch.device) -> S
 
 
 def workspace_supports(num_rows: int, num_out: int) -> bool:
-    """Return whether the workspace has counters for a product of these sizes.
-
-    A tile has 128 or 256 channels and up to 64 rows, and one counter, or two for 256 channels. Sums
-    never lack space: there are as many as the device works on at once.
-    """
+    """Return whether the workspace has enough counters: one for 64 rows of 128 channels. Partial
+    sums always fit: a multiprocessor works on at most two tiles."""
     return -(-num_rows // 64) * 2 * -(-num_out // 256) <= TILES
 
 

@@ -1,4 +1,4 @@
-"""y = x W' in Triton by sums whose order is fixed: `kernels.matmul.ordered` for CUDA.
+"""y = x W' in Triton by sums of fixed order: `kernels.matmul.ordered` for CUDA.
 
     parts of PART features each (of a matrix with more than NARROW columns: all of K)
     a part's sum: 16 features after 16, from its first on, in float32
@@ -6,8 +6,8 @@
 
 Parts depend on the matrix alone, and the tensor cores add 16 products at once whatever the tile, so
 the order is the same for any number of rows (checked on an H200; docs/LOG.md). If tiles are few,
-parts have their own programs and a second launch joins them. Weights are the left operand, as in
-`kernels.matmul.integers`. 32-bit numbers are multiplied without tensor cores.
+parts have their own programs and a second launch joins them. 32-bit numbers are multiplied without
+tensor cores.
 
 Legend: `kernels.matmul`; P parts.
 """
@@ -28,7 +28,7 @@ JOINED = 1024  # results of a program that joins parts
 
 
 class Schedule(NamedTuple):
-    """A tile of the result, the features of a step along K, loads in flight and warps."""
+    """Size of a tile, the features of a step along K, loads in flight and warps."""
 
     rows: int
     columns: int
@@ -44,8 +44,8 @@ def product(
     dtype: torch.dtype | None = None,
     added_MN: Tensor | None = None,
 ) -> Tensor:
-    """Return x times the transpose of w, plus bias and `added_MN`: [M, N], rounded once to `dtype`
-    (None: x's). ValueError for mixed types and for shapes that do not fit."""
+    """Return x w^T + bias + `added_MN`: [M, N], rounded once to `dtype` (None: x's). ValueError for
+    mixed dtypes and for shapes that do not fit."""
     (M, K), N = x_MK.shape, w_NK.shape[0]
     if x_MK.dtype != w_NK.dtype:
         raise ValueError(f"tiled: expected one dtype, got {x_MK.dtype} and {w_NK.dtype}")
@@ -140,7 +140,6 @@ def _product_kernel(
     ALONE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Compute one tile of y, or of one part of it."""
     after_others(EARLY)
     tile = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
@@ -195,7 +194,6 @@ def _sum_part(
     DEPTH: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Return a tile's sums over the features [first, stop)."""
     sums = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
     for k in range(first, stop, DEPTH):
         if EVEN:

@@ -3,8 +3,8 @@
     x_b^ = s_b round(x_b / s_b),  s_b = amax(|x_b|) / 32767      b: 256 numbers of a row
     y[m, n] = sum_b s_b[m] sum_g scale[n, g] sum_k x^[m, k] code[n, k]
 
-The inner sums are exact integers. On normal numbers the error of y is 3e-5 of its spread, a
-fortieth of bfloat16's. A row gives the same bits in any batch, and NaN with a non-finite number.
+Inner sums are exact. On normal numbers the error of y is 3e-5 of its spread, a fortieth of
+bfloat16's. A row gives the same bits in any batch, and NaN with a non-finite number.
 
 Legend: `kernels.matmul`.
 """
@@ -26,7 +26,7 @@ from lowroll.kernels.support import NO_GRADIENT, Support, needs_gradient, no
 SOURCE = Path(__file__).with_suffix(".cpp")
 FORMATS = {"nvfp4": 0, "mxfp4": 1, "int4": 2, "int4_asym": 3}
 MULTIPLE = 64  # of K
-BLOCK = 256  # of K: numbers of x that share a scale
+BLOCK = 256  # of K, with one scale of x
 LEAST = 1 << 18  # weights of a matrix
 
 
@@ -69,8 +69,8 @@ def linear(
     bias_N: Tensor | None = None,
     integers: bool = False,
 ) -> Tensor:
-    """Return y_MN in the dtype of x. tensors: the format's own. integers: x holds integers up to
-    32767, multiplied unrounded."""
+    """Return y_MN in the dtype of x. integers: x holds integers up to 32767, multiplied
+    unrounded."""
     x = x_MK.float().contiguous()
     bias = None if bias_N is None else bias_N.float().contiguous()
     rows, num_in = x.shape

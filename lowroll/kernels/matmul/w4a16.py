@@ -1,8 +1,8 @@
-"""4-bit weights times bf16 activations: streamed past few rows, dequantized for many.
+"""4-bit weights times bf16 activations.
 
 Up to `stream_rows` the weights are decoded in registers (`streamed.cu`); beyond, one pass
-dequantizes and cuBLAS multiplies. `dequantize` also serves a learner with a frozen 4-bit base. It
-equals the formats' torch code bit for bit: value times multiplier in float32, rounded once.
+dequantizes and cuBLAS multiplies. `dequantize` equals the formats' torch code bit for bit: value
+times multiplier in float32, rounded once.
 
     nvfp4      e2m1 (scale / global scale)      blocks of 16
     mxfp4      e2m1 2^(E - 127)                 blocks of 32
@@ -63,7 +63,7 @@ def linear(
 def supports_dequantize(
     kind: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
 ) -> Support:
-    """Return whether `dequantize` supports this matrix. The interpreter rounds bf16 otherwise."""
+    """Return whether `dequantize` takes this matrix. The interpreter rounds bf16 otherwise."""
     packed = tensors["weight_packed"]
     if not (support := triton_supports(packed)):
         return support

@@ -2,12 +2,10 @@
 
     y[m, n] = (sum_k x[m, k] w[n, k]) * row[m] * column[n] + bias[n]
 
-On CUDA few rows go to `kernels.matmul.gemv`, more int8 rows to `kernels.matmul.integers`, e4m3 to
-`torch._scaled_mm`. Up to `WIDE` rows the next kernel applies the scales, as `_scaled_mm`'s own
-scaling is up to twice slower (docs/LOG.md); sums are then rounded to the activations' dtype once
-more. Beyond, the tensor cores keep sums of up to `SHORT` features (`use_fast_accum`), a tenth
-faster at a loss below bfloat16's rounding; gradients always use them. Elsewhere the sums are plain
-torch's.
+On CUDA few rows go to `gemv`, more int8 rows to `integers`, e4m3 to `torch._scaled_mm`, whose own
+scaling is up to twice slower (docs/LOG.md) below `WIDE` rows: the next kernel then applies the
+scales, to sums rounded once more. Beyond, sums of up to `SHORT` features use `use_fast_accum`: a
+tenth faster, with a loss below bfloat16's rounding. Gradients always use it.
 
 Legend: `kernels.matmul`.
 """
@@ -37,10 +35,9 @@ def multiply(
     fast: bool = False,
 ) -> Product:
     """Multiply rows with the transposed codes, both int8 or both float8_e4m3fn. scale_N: float32,
-    [N] or [N, 1]. fast: e4m3 sums of fewer bits for any K.
+    [N] or [N, 1]. fast: `use_fast_accum` for any K.
 
-    Kind, device and number of rows decide which scales the Product has to apply. Captured graphs of
-    one device must not run these products at the same time.
+    Captured graphs of one device must not run these products at the same time.
     """
     if gemv.supports(rows.codes_MK, codes_NK):
         return Product(gemv.multiply(rows, codes_NK, scale_N, bias_N), dtype=rows.dtype)
@@ -87,7 +84,7 @@ def _multiply_e4m3(
 
 
 def e4m3_sums(codes_MK: Tensor, codes_NK: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """Return sum_k x w by the device's e4m3 product, which needs N and K in multiples of 16."""
+    """Return sum_k x w by the device's e4m3 product, padded to multiples of 16."""
     num_out, num_in = codes_NK.shape
     pad_k, pad_n = -num_in % 16, -num_out % 16
     if pad_k or pad_n:
@@ -114,7 +111,6 @@ def scaled_mm_supports(device: torch.device) -> Support:
 
 
 def _pad(codes: Tensor, columns: int, rows: int) -> Tensor:
-    """Pad a matrix of e4m3 codes with zeros, whose byte is 0."""
     return F.pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(E4M3)
 
 

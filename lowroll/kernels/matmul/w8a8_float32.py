@@ -1,10 +1,10 @@
-"""int8 rows times int8 weights by exact float32 products, for CPUs whose integer products are slow
-or saturate.
+"""int8 rows times int8 weights by exact float32 products, for CPUs with slow or saturating integer
+products.
 
     sums[m, n] = sum_k x[m, k] w[n, k]
 
 A product of two codes is at most 2^14, so a partial sum of 1,024 is at most 2^24, which float32
-holds exactly in every order, fused or not. Parts are added in int32.
+holds exactly in every order. Parts are added in int32.
 
 Legend: `kernels.matmul`.
 """
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-COLUMNS = 1024  # the most columns whose sums float32 holds exactly
+COLUMNS = 1024
 
 Parts = tuple[Tensor, ...]  # float32 [N, up to COLUMNS]
 
@@ -26,8 +26,7 @@ def split(codes_NK: Tensor) -> Parts:
 
 
 def multiply(codes_MK: Tensor, weight: Parts) -> Tensor:
-    """Return the sums [M, N] in float32, rounded once above 2^24, as oneDNN's integer product
-    rounds."""
+    """Return float32 sums [M, N], rounded once above 2^24, as by oneDNN."""
     rows = codes_MK.to(torch.float32).split(COLUMNS, dim=1)
     if len(weight) == 1:
         return F.linear(rows[0], weight[0])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lowroll.kernels.support import NO_CPU, YES, Support, no
 
-Packed = tuple[Tensor, Tensor, Tensor]  # the weight in oneDNN's layout, its scales, zero points
+Packed = tuple[Tensor, Tensor, Tensor]  # oneDNN's weight, its scales, zero points
 
 
 def pack(codes_NK: Tensor, scale_N: Tensor) -> Packed:
@@ -36,8 +36,7 @@ def multiply(codes_MK: Tensor, packed: Packed) -> Tensor:
 
 
 def multiply_digits(digits: Sequence[Tensor], packed: Packed) -> Tensor:
-    """Return float32 sums [M, N] of numbers in base-256 digits, highest first: signed bytes, each
-    with 128 added."""
+    """Return float32 sums [M, N] of base-256 digits, highest first: signed bytes, each plus 128."""
     weight, scale_N, zero_N = packed
     places = [float(256**power) for power in reversed(range(len(digits)))]
     sums_MN = _multiply(digits[0], packed, places[0])
@@ -51,7 +50,6 @@ def multiply_digits(digits: Sequence[Tensor], packed: Packed) -> Tensor:
 
 
 def _multiply(shifted_MK: Tensor, packed: Packed, scale: float) -> Tensor:
-    """Return the product of unsigned activations, times `scale` and the weights' scales."""
     weight, scale_N, zero_N = packed
     arguments = shifted_MK, scale, 128, weight, scale_N, zero_N, None, 1.0, 0, torch.float32
     return torch.ops.onednn.qlinear_pointwise(*arguments, "none", [], "")
@@ -59,13 +57,13 @@ def _multiply(shifted_MK: Tensor, packed: Packed, scale: float) -> Tensor:
 
 @cache
 def has_amx() -> bool:
-    """Return whether oneDNN multiplies matrices of bytes by the CPU's tiles."""
+    """Return whether oneDNN multiplies bytes by AMX."""
     return bool(torch.cpu.get_capabilities().get("amx_int8"))
 
 
 @cache
 def supports_device(device: torch.device) -> Support:
-    """Return whether oneDNN accumulates without saturating (without VNNI it adds pairs in 16 bits)."""
+    """Return whether oneDNN does not saturate (without VNNI it adds pairs in 16 bits)."""
     if device.type != "cpu":
         return NO_CPU
     codes_NK = torch.full((64, 256), -128, dtype=torch.int8)

@@ -1,11 +1,12 @@
 """int8 rows times int8 weights on a CPU with AVX-512 VNNI: `w8a8_vnni.cpp` for torch, from float32
-rows to float32 products in one call.
+to float32 in one call.
 
-    y[m, n] = (sum_k x^[m, k] w[n, k]) * scale[n] * row[m] + bias[n]      x^, row: `kernels.quantize.rows`
+    y[m, n] = (sum_k x^[m, k] w[n, k]) * scale[n] * row[m] + bias[n]
+    x^, row: `kernels.quantize.rows`
 
-Bits are those of `quantize_rows` and `w8a8_onednn`: sums are exact, and what follows is rounded
-after each operation. It takes a third to nine tenths of oneDNN's time, whose call costs more than
-its product for few rows (docs/LOG.md).
+Bits are those of `quantize_rows` and `w8a8_onednn`: sums are exact, and later operations round
+each. It takes a third to nine tenths of oneDNN's time, whose calls are slow for few rows
+(docs/LOG.md).
 
 Legend: `kernels.matmul`.
 """
@@ -30,9 +31,9 @@ from lowroll.kernels.support import Support, no
 SOURCE = Path(__file__).with_suffix(".cpp")
 TILE = 32  # channels
 MULTIPLE = 32  # of K
-LEAST = 512  # features of a row, from which `quantize.avx2` rounds too
-AT_ONCE = 1024  # rows, which bounds the memory of their codes
-MOST_BESIDE_AMX = 64  # rows; oneDNN multiplies more of them by AMX where there is one
+LEAST = 512  # features of a row, as in `quantize.avx2`
+AT_ONCE = 1024  # rows, which bounds the memory of codes
+MOST_BESIDE_AMX = 64  # rows; oneDNN multiplies more by AMX
 
 
 class VnniArguments(ctypes.Structure):
@@ -49,8 +50,8 @@ class Packed(NamedTuple):
 
 @cache
 def supports_device(device: torch.device) -> Support:
-    """Return whether the device is a CPU with AVX-512 VNNI, which ATEN_CPU_CAPABILITY has not taken
-    away, and a compiler can build the kernel. No other CPU's compiler is asked."""
+    """Return whether the CPU has AVX-512 VNNI, allowed by ATEN_CPU_CAPABILITY, and a compiler
+    builds the kernel."""
     if device.type == "cpu" and not (ordered.has_avx512() and _has_vnni()):
         return no("needs a CPU with AVX-512 VNNI")
     return cxx.supports(SOURCE, device, "int8 rows are multiplied by oneDNN")
@@ -61,7 +62,7 @@ def _has_vnni() -> bool:
 
 
 def supports(x_MK: Tensor) -> bool:
-    """Return whether it multiplies these rows, without gradients."""
+    """Return whether the kernel takes these rows."""
     if x_MK.dtype != torch.float32 or x_MK.device.type != "cpu" or triton_supports(x_MK):
         return False
     num_rows, num_in = x_MK.shape
@@ -74,7 +75,7 @@ def supports(x_MK: Tensor) -> bool:
 
 
 def pack(codes_NK: Tensor, scale_N: Tensor) -> Packed:
-    """Return codes and scales in the kernel's layout. Channels that a tile lacks have codes of 0."""
+    """Return codes and scales in the kernel's layout; the last tile is padded."""
     num_out, num_in = codes_NK.shape
     codes_NK = F.pad(codes_NK, (0, 0, 0, -num_out % TILE))
     tiles = codes_NK.view(torch.uint8).bitwise_xor(128)  # codes + 128, by the sign bit
@@ -83,7 +84,7 @@ def pack(codes_NK: Tensor, scale_N: Tensor) -> Packed:
 
 
 def linear(x_MK: Tensor, packed: Packed, bias_N: Tensor | None, width: int) -> Tensor:
-    """Return y_MN. width: of the rotation's blocks; 1: rows are not rotated."""
+    """Return y_MN. width: of the rotation's blocks; 1 is no rotation."""
     x_MK = x_MK.contiguous()
     bias_N = None if bias_N is None else bias_N.float().contiguous()
     (num_rows, num_in), num_out = x_MK.shape, len(packed.scale_N)

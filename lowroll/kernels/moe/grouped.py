@@ -2,18 +2,18 @@
 
     y[place] = w[e] x[place]           for the places of expert e (`route.Groups`)
 
-`product` and `outer` serve the learner in plain floating point. `multiply` serves the engine:
-matrices stay in their stored format, and gather, scatter and SwiGLU are part of the products.
+`product` and `outer` serve the learner in floating point. `experts` and `multiply` serve the
+engine: matrices stay in their stored format.
 
-    dense     the weights' own floating point, sums in float32
+    dense     the weights' floating point, sums in float32
     w8a8      int8 or e4m3 codes on both sides, (sum_k q_x q_w) s_x s_w
-    nvfp4     e2m1 codes, an e4m3 scale for 16 weights of a row, over a global scale of the matrix or the row
-    mxfp4     e2m1 codes, a power of two for 32 weights of a row
-    int4      codes for n - 8, a scale for 128 weights of a row (rounded to bfloat16 by Triton's kernel)
+    nvfp4     e2m1 codes, an e4m3 scale for 16 weights, over a global scale of matrix or row
+    mxfp4     e2m1 codes, a power of two for 32 weights
+    int4      codes for n - 8, a scale for 128 weights (bfloat16 in Triton's kernel)
 
-A format without a kernel is dequantized, and its activations are rounded first where its product
-rounds them (`Stack.rounded`). For few rows an expert, 4-bit codes are streamed by a CUDA kernel
-(`routed`). A launch has the programs of the worst case.
+Other formats are dequantized, with activations rounded as their product rounds them
+(`Stack.rounded`). For few rows an expert, `routed` streams 4-bit codes. The grid covers the worst
+case of routing.
 
 Legend: `kernels.moe`.
 """
@@ -53,9 +53,8 @@ def experts(
     routing: Routing,
     clamped_gate: tuple[float, float] | None = None,
 ) -> Tensor:
-    """Compute the whole mixture of experts: [T, D]. Where `launch.triton_supports(x_TD)`; not
-    differentiable. clamped_gate: limit and alpha of `fused.swiglu.clamped_swiglu`; None: plain
-    SwiGLU."""
+    """Compute the whole mixture of experts: [T, D]. Requires `triton_supports(x_TD)`; not
+    differentiable. clamped_gate: limit and alpha of `fused.swiglu.clamped_swiglu`."""
     choices = routing.choices
     weights_TS, groups = choose_and_sort(x_TD, router_ED, routing)
     is_plain, slots = clamped_gate is None, weights_TS.numel()
@@ -73,15 +72,15 @@ def experts(
         blocked=down.block,
     )
     scale_P1 = None
-    if not down.packed:  # for packed codes the first product has put them in order (`blocked`)
+    if not down.packed:  # the first product has ordered packed features (`blocked`)
         h_PF, scale_P1 = _operand(h_PF, down)
     y_PD = _launch(h_PF, scale_P1, down, groups, x_TD.dtype, to_slots=True)
     return combine(y_PD, weights_TS, x_TD.dtype)
 
 
 def multiply(x_PK: Tensor, stack: Stack, groups: Groups) -> Tensor:
-    """Multiply sorted rows with the matrices of their experts: [P, N]. Where
-    `launch.triton_supports(x_PK)`; not differentiable."""
+    """Multiply sorted rows with the matrices of their experts: [P, N]. Requires
+    `triton_supports(x_PK)`; not differentiable."""
     return _launch(*_operand(x_PK, stack), stack, groups, x_PK.dtype)
 
 
@@ -96,7 +95,6 @@ def supports(stack: Stack, dtype: torch.dtype) -> Support:
 
 
 def _operand(x_MK: Tensor, stack: Stack) -> tuple[Tensor, Tensor | None]:
-    """Return the rows as the stack's product takes them, and their scales if they are codes."""
     if stack.packed:  # the features of the first code of all blocks, then of the second, ...
         return x_MK.view(len(x_MK), -1, stack.block).transpose(1, 2).contiguous(), None
     if stack.kind == "dense":
@@ -107,8 +105,7 @@ def _operand(x_MK: Tensor, stack: Stack) -> tuple[Tensor, Tensor | None]:
 
 @dataclass(frozen=True)
 class GroupedTiling:
-    """Places, channels and features of one step of a program, its warps, and the steps loaded
-    ahead."""
+    """Places, channels and features of a step, its warps and the steps loaded ahead."""
 
     places: int
     channels: int
@@ -149,7 +146,7 @@ def _launch(
     slots, num_experts = len(groups.slot_P), stack.num_experts
     tiling = tiles(stack, slots)
     channels, tile_channels = stack.channels, tiling.channels
-    if swiglu:  # of y: one is made of a gate's and an up's
+    if swiglu:  # a channel of y takes a gate and an up
         channels, tile_channels = channels // 2, tile_channels // 2
     y = torch.empty((slots, channels), dtype=dtype, device=x.device)
     scale = stack.scale_N1
@@ -209,7 +206,7 @@ def product(x_PK: Tensor, w_EKN: Tensor, groups: Groups) -> Tensor:
 
 
 def outer(y_PN: Tensor, x_PK: Tensor, groups: Groups) -> Tensor:
-    """Return the matrices' gradient [E, N, K]: the sum of y x^T over the rows of each expert."""
+    """Return the matrices' gradient [E, N, K]: the sum of y x^T over each expert's rows."""
     if grouped_mm_supports(x_PK, y_PN):
         return F.grouped_mm(y_PN.t(), x_PK, offs=groups.ends_E)
     w_ENK = x_PK.new_zeros(len(groups.ends_E), y_PN.shape[1], x_PK.shape[1])
@@ -261,21 +258,17 @@ def grouped_mm_supports_device(device: torch.device) -> Support:
 
 # -- Triton ----------------------------------------------------------------------------------------
 #
-# A program takes some places of one expert and some of its channels. Weights are the left operand:
-# few tokens then fill the narrow side. A program finds its expert in `ends`; one without exits.
+# Weights are the left operand: few tokens then fill the narrow side.
 #
-# 4-bit codes stay eight a 32-bit word.
+# Nibble i of a 32-bit word w is feature 8 w + i, so eight products are summed, one for each i.
+# Features of rows come in that order: [block, K / block] (`Stack.block`).
 #
-# Nibble i of word w belongs to feature 8 w + i, so eight products are summed, each with the rows'
-# features of one i. The rows come with their features in that order: [8, K / 8].
-#
-# A nibble s|ee|m of e2m1, moved to the bits s<<15 | eem<<6, is a bfloat16 of value * 2^-126: the
+# A nibble s|ee|m of e2m1, moved to the bits s<<15 | eem<<6, is a bfloat16 of value * 2^-126. The
 # scale of its block makes up for it, and one packed multiplication decodes two weights.
 
-# $8, $9: a word of row a and one of row b (their nibbles are i = 0 .. 7 from the low end), $10:
-# their scales as packed bfloat16. $0 .. $7: nibble i of a and of b, times their scales, as packed
-# bfloat16. A nibble n alone in its half of a register becomes n << 12 | n << 6 by one
-# multiplication.
+# $8, $9: a word of row a and one of row b. $10: their scales as packed bfloat16. $0 .. $7: nibble i
+# of a and of b, from the low end, times their scales, as packed bfloat16. One multiplication makes
+# n << 12 | n << 6 of a nibble n alone in its half of a register.
 _E2M1 = constexpr("""
 {
     .reg .b32 p, q, t;
@@ -295,8 +288,7 @@ _E2M1 = constexpr("""
 """)
 
 
-# The same for codes n that stand for n - 8: 128 + n is the bfloat16 0x4300 | n, and 136 is taken
-# from it exactly.
+# The same for codes of n - 8: 128 + n is the bfloat16 0x4300 | n, less 136 exactly.
 _INT4 = constexpr("""
 {
     .reg .b32 p, q, t, c;
@@ -323,8 +315,7 @@ _INT4 = constexpr("""
 
 @jit
 def _locate_tile(ends_ptr, tile, slots, num_experts, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Return a tile's expert, first place and the expert's end; the end is -1 beyond the last
-    tile."""
+    """Return a tile's expert, first place and the expert's end, -1 beyond the last tile."""
     offs_e = tl.arange(0, BLOCK_E)
     ends_e = tl.load(ends_ptr + offs_e, mask=offs_e < num_experts, other=slots)
     starts_e = tl.load(ends_ptr + offs_e - 1, mask=(offs_e > 0) & (offs_e < num_experts), other=0)
@@ -405,8 +396,8 @@ def _add_packed_product(
     KIND: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Add the product of sixteen codes of a row (w_ptr: int64). A block is one such word, or two
-    with MXFP4; INT4 has a scale for eight blocks."""
+    """Add the product of packed codes. A block is one int64 word of 16 codes, or two with MXFP4;
+    INT4 has a scale for eight blocks."""
     span: tl.constexpr = 2 if KIND == "mxfp4" else 1
     group: tl.constexpr = 8 if KIND == "int4" else 1
     blocks = features // (16 * span)
@@ -443,8 +434,8 @@ def _add_packed_product(
 
 @jit
 def _decode_scales(stored_nb, KIND: tl.constexpr, PTX: tl.constexpr):
-    """Return the scales of blocks, for PTX in bfloat16; those of e2m1 times 2^118, which with a
-    final 2^8 makes up for 2^-126. MXFP4's saturate beyond E = 136, a scale of 512."""
+    """Return blocks' scales, with PTX in bfloat16. Those of e2m1 are times 2^118, which with a
+    final 2^8 makes up for 2^-126; MXFP4's saturate beyond E = 136, a scale of 512."""
     if KIND == "int4":
         scale_nb = stored_nb
         if PTX:
@@ -469,7 +460,6 @@ def _decode_scales(stored_nb, KIND: tl.constexpr, PTX: tl.constexpr):
 def _add_product(
     sums_np, w_ptr, x_ptr, row_n, keep_n, token_p, keep_p, features, BLOCK_K: tl.constexpr
 ):
-    """Add the product of unpacked weights (floats, int8 or e4m3) to the sums."""
     for start in range(0, features, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
         keep_k = offs_k < features
@@ -495,7 +485,6 @@ def _add_product(
 
 @jit
 def _gated(gate_np, up_np, dtype: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """Return SwiGLU of products that are rounded to the dtype, clamped with a LIMIT."""
     gate_np, up_np = gate_np.to(dtype).to(tl.float32), up_np.to(dtype).to(tl.float32)
     if LIMIT > 0.0:
         gate_np = tl.minimum(gate_np, LIMIT)
@@ -535,14 +524,13 @@ def _multiply_kernel(
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Compute y = w[e] x for some places of an expert and some of its channels.
+    """Compute y = w[e] x for some places and channels of an expert, found in `ends`.
 
-    KIND: dense, w8a8 (xs: a scale a row, ws: a scale a channel), nvfp4 (g: the global scale, one or
-    one a channel), mxfp4 or int4. x lies at the place's token, its slot / CHOICES, or at the place
-    itself if CHOICES is 0; y at the place, or (TO_SLOTS) at the slot. SWIGLU: the matrix has
-    `channels` gates, then as many ups, and y = silu(gate) * up, or with a LIMIT `clamped_swiglu`.
-    bias: one a channel of each expert, or None. BLOCKED: features of y are written in the order of
-    packed codes with so many in a block.
+    xs: a scale a row. ws: a scale a channel or block. g: nvfp4's global scale, or one a channel. x
+    lies at the token, slot / CHOICES, or at the place if CHOICES is 0. y lies at the place, or at
+    the slot with TO_SLOTS. SWIGLU: a matrix has `channels` gates, then as many ups; LIMIT: as in
+    `clamped_swiglu`. bias: one a channel of each expert. BLOCKED: y is written in the order of
+    packed codes with blocks of that size.
     """
     after_others(EARLY)
     height: tl.constexpr = BLOCK_N // 2 if SWIGLU else BLOCK_N  # channels of y in a tile

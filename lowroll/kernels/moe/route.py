@@ -1,12 +1,13 @@
 """Routing in a mixture of experts.
 
     p = softmax(R x + b)        float32, over the E experts; some models have no b
-    chosen: the S largest logits, of equal ones the lower expert;    g = p of the chosen, over their sum if asked for
+    chosen: the S largest logits, of equal ones the lower expert
+    g = p of the chosen, over their sum if asked for
 
 or by sigmoids (`scores`). Slot = token * S + choice. A place is a slot's index once slots are
-sorted by expert, then by slot; an expert's places are contiguous. Their number is known on the
-device alone, and nothing waits for it. Logits are float32 sums of unrounded numbers, so that other
-orders of sums choose alike but for near-ties.
+sorted by expert, then by slot. The device alone knows how many places an expert has, and nothing
+waits for it. Logits are float32 sums of unrounded numbers, so that other orders of sums choose
+alike but for near-ties.
 
 Legend: `kernels.moe`.
 """
@@ -50,7 +51,7 @@ def choose(x_TD: Tensor, router_ED: Tensor, routing: Routing) -> tuple[Tensor, T
 
 
 def choose_by(logits_TE: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Compute `choose` in plain torch, from logits that have their bias."""
+    """Compute `choose` in plain torch, from logits that include the bias."""
     ranked_TE = rank(logits_TE.detach(), routing.sigmoids)
     experts_TS = ranked_TE.sort(dim=-1, descending=True, stable=True).indices[:, : routing.choices]
     return weigh(logits_TE, experts_TS, routing), experts_TS
@@ -73,8 +74,7 @@ def sort_slots(experts_TS: Tensor, num_experts: int) -> Groups:
 
 
 def choose_and_sort(x_TD: Tensor, router_ED: Tensor, routing: Routing) -> tuple[Tensor, Groups]:
-    """Compute `choose` and `sort_slots` for an engine. Where `launch.triton_supports(x_TD)`; not
-    differentiable."""
+    """Compute `choose` and `sort_slots`. Requires `triton_supports(x_TD)`; not differentiable."""
     if len(x_TD) == 1:
         groups = _empty_groups(routing.choices, len(router_ED), x_TD.device)
         return _choose(x_TD, router_ED, routing, groups)[0], groups
@@ -91,8 +91,8 @@ def gather(x_TD: Tensor, groups: Groups, choices: int) -> Tensor:
 def combine(
     y_PD: Tensor, weights_TS: Tensor, dtype: torch.dtype, groups: Groups | None = None
 ) -> Tensor:
-    """Return the weighted sum over the slots of every token: [T, D]. y lies by place, or by slot
-    without groups. Differentiable where y lies by place."""
+    """Return the weighted sum of each token's slots: [T, D]. With groups, y lies by place and is
+    differentiable; without, by slot."""
     if groups is None:
         return _sum_slots(y_PD, None, weights_TS, weights_TS.shape[1], dtype)
     return _Combine.apply(y_PD, weights_TS, dtype, groups)
@@ -115,7 +115,6 @@ class _Choose(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_TS: Tensor, _experts_grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the chosen experts' weights again in plain torch, and differentiate that."""
         *inputs, experts_TS = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
         with torch.enable_grad():
@@ -179,7 +178,6 @@ class _Combine(torch.autograd.Function):
 def _sum_slots(
     y_PD: Tensor, groups: Groups | None, weights_TS: Tensor | None, choices: int, dtype: torch.dtype
 ) -> Tensor:
-    """Sum the slots of every token, weighted unless there are no weights."""
     tokens, features = y_PD.shape[0] // choices, y_PD.shape[1]
     if not triton_supports(y_PD):
         if groups is not None:
@@ -210,7 +208,7 @@ def _choose(
     routing: Routing,
     groups: Groups | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Choose by the kernel. groups: filled with the slots of a single token."""
+    """Choose by the kernel, which fills `groups` with the slots of a single token."""
     (tokens, features), num_experts = x_TD.shape, len(router_ED)
     choices, sigmoids = routing.choices, routing.sigmoids
     parts = torch.empty((PARTS, tokens, num_experts), dtype=torch.float32, device=x_TD.device)
@@ -345,8 +343,8 @@ def _choose_kernel(
     BLOCK_S: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Choose for one token; with `slot_ptr` it is the only one, and its slots are sorted too. With
-    `correction_ptr` scores are sigmoids."""
+    """Choose for one token. slot_ptr: sort its slots too, as the only ones. correction_ptr: scores
+    are sigmoids."""
     after_others(EARLY)
     token = tl.program_id(0).to(tl.int64)
     offs_e, offs_s = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_S)
@@ -438,7 +436,6 @@ def _combine_kernel(
     BLOCK_D: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Sum one token's slots in order. y lies by place, or by slot without places."""
     after_others(EARLY)
     token, offs_d = (
         tl.program_id(0).to(tl.int64),
@@ -472,7 +469,7 @@ def _spread_kernel(
     CHOICES: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Compute the gradient of `_combine_kernel` at one place: of y and of its slot's weight."""
+    """Compute the gradient of `_combine_kernel` at one place: of y and of its weight."""
     place = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + place)
     weight, total = tl.load(weights_ptr + slot), 0.0

@@ -1,5 +1,4 @@
-"""Rows sorted by expert times 4-bit matrices, for few rows an expert: `routed.cu` for torch, one
-library a weight format.
+"""Rows sorted by expert times 4-bit matrices, for few rows an expert: `routed.cu` for torch.
 
 Legend: `kernels.moe`.
 """
@@ -108,8 +107,8 @@ def multiply(
     """Return [P, N] in bfloat16. x lies at the token slot / choices, or at the place if choices is
     0.
 
-    swiglu: a matrix has N gates, then as many ups, and y = silu(gate) * up. to_slots: y lies at the
-    slot, not the place. RuntimeError when the kernel cannot be launched.
+    swiglu: a matrix has N gates, then as many ups. to_slots: y lies at the slot, not the place.
+    RuntimeError when the launch fails.
     """
     library = _library(stack.kind, torch.cuda.get_device_capability(x.device))
     slots = len(groups.slot_P)

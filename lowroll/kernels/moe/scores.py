@@ -1,4 +1,4 @@
-"""Scores of experts: by which they are chosen, and with which they weigh.
+"""Scores that choose experts and weigh them.
 
     p = softmax(z), ranked by z        z: a router's logits, float32
     g = p of the chosen, over their sum if asked for
@@ -6,7 +6,7 @@
 or, with `SigmoidRouting` (DeepSeek-AI 2024, arXiv 2412.19437, sections 2.1.2 and 4.2),
 
     p = sigmoid(z)
-    chosen: the S largest p + c in the best groups, a group's score being the sum of its two largest p + c
+    chosen: the S largest p + c in the best groups, ranked by the sum of their two largest p + c
     g = a p of the chosen, over their sum if asked for
 
 Legend: `kernels.moe`; G groups, e experts of a group.
@@ -21,13 +21,13 @@ from torch import Tensor
 
 from lowroll.kernels.launch import jit, tl
 
-LEAST_SUM = 1e-20  # is added to the sum of chosen sigmoids, as transformers does
+LEAST_SUM = 1e-20  # added to the sum of chosen sigmoids, as in transformers
 
 
 @dataclass(frozen=True)
 class SigmoidRouting:
-    """Scores of experts that do not compete. correction_E: the float32 c, without a gradient;
-    groups: of equally many experts, of which the `groups_kept` best stay; scale: the a."""
+    """Parameters of sigmoid scores. correction_E: c, float32, without a gradient. groups: of equal
+    size; the `groups_kept` best stay. scale: a."""
 
     correction_E: Tensor
     groups: int = 1
@@ -37,9 +37,8 @@ class SigmoidRouting:
 
 @dataclass(frozen=True)
 class Routing:
-    """The parameters of a router beside its matrix. choices: experts of a token; renormalize: the
-    weights of a token's experts are divided by their sum; bias_E: of the logits, learned; sigmoids:
-    None where scores are a softmax."""
+    """Parameters of a router beside its matrix. choices: experts of a token. renormalize: divide a
+    token's weights by their sum. bias_E: of the logits, learned. sigmoids: None for a softmax."""
 
     choices: int
     renormalize: bool
@@ -48,7 +47,7 @@ class Routing:
 
 
 def rank(logits_TE: Tensor, sigmoids: SigmoidRouting | None) -> Tensor:
-    """Return the numbers by which experts are chosen, -inf where a group is out."""
+    """Return the scores that choose experts, -inf where a group is out."""
     if sigmoids is None:
         return logits_TE
     ranked_TE = logits_TE.sigmoid() + sigmoids.correction_E
@@ -63,7 +62,7 @@ def rank(logits_TE: Tensor, sigmoids: SigmoidRouting | None) -> Tensor:
 
 
 def weigh(logits_TE: Tensor, experts_TS: Tensor, routing: Routing) -> Tensor:
-    """Return the weights of the chosen experts, of logits that have their bias."""
+    """Return the chosen experts' weights, from logits that include the bias."""
     if routing.sigmoids is None:
         weights_TS = logits_TE.softmax(dim=-1).gather(1, experts_TS)
         if routing.renormalize:
@@ -88,7 +87,7 @@ def keep_best_groups(
     BLOCK_E: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """Keep the best groups' numbers of one token, as `rank` does. size: experts of a group."""
+    """Keep the best groups' scores of one token, as `rank` does. size: experts of a group."""
     offs_g = tl.arange(0, BLOCK_G)
     scores_g = tl.full((BLOCK_G,), float("-inf"), tl.float32)
     for group in tl.static_range(GROUPS):

@@ -8,17 +8,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Stack:
-    """The matrices of all experts, stacked, in their stored format."""
+    """The stacked matrices of all experts in their stored format."""
 
     kind: str
     num_experts: int
     codes_NK: Tensor  # floats, int8, float8_e4m3fn; uint8 [N, K / 2]; int4: int32 [N, K / 8]
     scale_N1: Tensor | None = None  # w8a8, int4: float32; nvfp4: float8_e4m3fn; mxfp4: uint8
     global_scale: Tensor | None = None  # nvfp4: float32 [1] or [N]
-    # dense: x as its product takes it
+    # dense: rounds x as its product takes it
     rounded: Callable[[Tensor], Tensor] | None = field(default=None, kw_only=True)
-    rows: str = field(default="", kw_only=True)  # w8a8: the kind of the activations' codes
-    bias_N: Tensor | None = field(default=None, kw_only=True)  # is added to the products
+    rows: str = field(default="", kw_only=True)  # w8a8: the kind of activations' codes
+    bias_N: Tensor | None = field(default=None, kw_only=True)  # added to the products
 
     @property
     def channels(self) -> int:
@@ -30,8 +30,7 @@ class Stack:
 
     @property
     def block(self) -> int:
-        """Return the features that are adjacent in the order of packed codes (`grouped`'s Triton
-        part)."""
+        """Return how many features are adjacent in the order of packed codes (`grouped`)."""
         if not self.packed:
             return 0
         return 32 if self.kind == "mxfp4" else 16

@@ -1,5 +1,4 @@
-"""Rows rotated and rounded on a CPU: `avx2.cpp` for torch, in float32, with torch's bits. One call
-replaces six passes (rounding) and eighteen calls (rotation).
+"""Rows rotated and rounded on a CPU: `avx2.cpp` for torch, in float32, with torch's bits.
 
 Legend: `kernels.quantize`.
 """
@@ -17,7 +16,7 @@ from lowroll.kernels.build import fields, pointer
 from lowroll.kernels.support import NO_GRADIENT, Support, needs_gradient, no
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-LEAST = 512  # features of a row; shorter ones are quicker in torch
+LEAST = 512  # features of a row; shorter ones are faster in torch
 
 
 class CpuQuantizeArguments(ctypes.Structure):
@@ -57,7 +56,6 @@ def quantize(x_MK: Tensor, width: int) -> tuple[Tensor, Tensor]:
 def _run(
     x: Tensor, rotated: Tensor | None, codes: Tensor | None, scale: Tensor | None, width: int
 ) -> None:
-    """Call the kernel, which writes the tensors that are not None."""
     num_in = x.shape[-1]
     pointers = [pointer(t) for t in (x, rotated, codes, scale)]
     arguments = CpuQuantizeArguments(*pointers, x.numel() // num_in, num_in, width)

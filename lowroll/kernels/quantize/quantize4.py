@@ -1,6 +1,5 @@
-"""Quantizing a matrix to 4 bits in one launch, with the bytes of `lowroll.quant` (nvfp4, mxfp4,
-int4): divisions round to nearest, nothing is contracted, ties go the same way. Stored codes beyond
-the row are 0.
+"""Quantization of a matrix to 4 bits in one launch, with the bytes of `lowroll.quant` (nvfp4,
+mxfp4, int4). Codes beyond the row are 0.
 
 Legend: `kernels.quantize`; G groups of a row, S weights of a group, U stored words or bytes of a
 row.
@@ -27,9 +26,9 @@ def quantize4(
 ) -> Tensor | None:
     """Write the codes and scales of a finite matrix, where `launch.triton_supports`.
 
-    kind: nvfp4 (uint8 codes, float8_e4m3fn scales; global_1: the matrix' scale, float32), mxfp4 or
-    mxfp4_floor (uint8 codes and exponents), int4 or int4_asym (int32 words, float32 scales). Return
-    the zero points of int4_asym, float32 [N, G] in -8..7.
+    kind: nvfp4 (uint8 codes, float8_e4m3fn scales; global_1: float32), mxfp4 or mxfp4_floor (uint8
+    codes and exponents), int4 or int4_asym (int32 words, float32 scales). Return int4_asym's zero
+    points, float32 [N, G] in -8..7.
     """
     w_NK, (num_rows, num_in), num_groups = w_NK.contiguous(), w_NK.shape, scale_NG.shape[1]
     scales = scale_NG.view(torch.uint8) if scale_NG.dtype == torch.float8_e4m3fn else scale_NG
@@ -69,7 +68,7 @@ def _round_half_to_even(x):
 @jit
 def _encode_e2m1(x):
     """Return the codes of `quant.groups.encode_e2m1`. From 1 on, a code is the exponent and the
-    mantissa's first bit, rounded to nearest, ties to even, less the two levels below 1."""
+    mantissa's first bit, rounded half to even, less the two levels below 1."""
     magnitude = tl.abs(x)
     bits = magnitude.to(tl.int32, bitcast=True)
     code = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - 252
@@ -80,7 +79,7 @@ def _encode_e2m1(x):
 @jit
 def _encode_e4m3(x):
     """Return (code, value) of the e4m3 number nearest to 0 <= x <= 448, ties to even; 1/8 in place
-    of 0. The interpreter's cast is wrong where a mantissa rounds up to the next power of two."""
+    of 0. The interpreter's cast errs where a mantissa rounds up to a power of two."""
     bits = x.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
     code = tl.where(x < 0.015625, _round_half_to_even(x * 512.0).to(tl.int32), normal)

@@ -1,6 +1,5 @@
-"""Quantizing a matrix or its transpose to 8 bits, one scale a row, with the bytes of `quant.int8`,
-`quant.int8_rotated` and `quant.fp8`. A transpose takes two launches over tiles: the columns'
-largest magnitudes, then transposed codes.
+"""Quantization of a matrix or its transpose to 8 bits, one scale a row, with the bytes of
+`quant.int8`, `quant.int8_rotated` and `quant.fp8`.
 
 Legend: `kernels.quantize`.
 """
@@ -15,15 +14,14 @@ from lowroll.kernels.quantize.rotation import rotated
 from lowroll.kernels.quantize.rows import ROTATED, encoding, magnitude
 
 LONGEST = 4096  # weights that a program holds in registers
-# a transpose's tile, of 128-byte pieces, and rows of a program that finds columns' magnitudes
+# a transpose's tile, of 128-byte pieces, and rows of a program that finds magnitudes
 ROWS, COLUMNS, MANY = 128, 64, 512
 TYPES = ("int8", ROTATED, "fp8")
 
 
 def quantize_rows_into(w_NK: Tensor, codes_NK: Tensor, scale_N1: Tensor, kind: str) -> None:
-    """Write the codes and the scales (float32) of a finite matrix, where `launch.triton_supports`.
-    A row with a NaN or an infinity gets a scale that is not finite. ValueError for a kind not in
-    `TYPES`."""
+    """Write codes and float32 scales of a matrix, where `launch.triton_supports`. A row with a NaN
+    or an infinity gets a scale that is not finite. ValueError for a kind not in `TYPES`."""
     _require(kind)
     w_NK, (num_rows, num_in) = w_NK.contiguous(), w_NK.shape
     width, keywords = min(block(num_in), LONGEST), encoding(kind, num_in)
@@ -131,8 +129,7 @@ def _quantize8_kernel(
 def _column_amax_kernel(
     w, amaxes, N, K, MANY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Find the largest magnitudes of some columns over some rows, as bits, which have the numbers'
-    order."""
+    """Find the largest magnitudes as bits, which have the numbers' order."""
     k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     first_row = tl.program_id(1).to(tl.int64) * MANY
     largest_bits = tl.zeros((ROWS, COLUMNS), tl.int32)

@@ -4,8 +4,8 @@
 
 H is symmetric and orthogonal, so (x H)(w H)' = x w' (QuaRot, arXiv 2404.00456, section 3; blocks as
 `head_dim` in compressed-tensors' transforms), and one scale a row loses less to rounding. A width
-is a power of 4, so scaling by its root rounds nothing. Sums are pairwise, neighbours first, in
-float32: every implementation has the same bits for any number of rows.
+is a power of 4, so its root scales exactly. Sums are pairwise, neighbours first, in float32: every
+implementation has the same bits for any number of rows.
 
 Legend: `kernels.quantize`; B features of a block.
 """
@@ -24,8 +24,7 @@ PIECE = 2048  # numbers that a program rotates
 
 
 def width(size: int) -> int:
-    """Return the features of a block: the largest power of 4 up to `WIDEST` that divides `size`; 1
-    is no rotation."""
+    """Return the largest power of 4 up to `WIDEST` that divides `size`; 1 is no rotation."""
     block_size = 1
     while block_size < WIDEST and size % (4 * block_size) == 0:
         block_size *= 4
@@ -63,7 +62,6 @@ def _plain(x: Tensor, size: int) -> Tensor:
 
 @jit
 def _rotate_kernel(x, y, size, WIDTH: tl.constexpr, PIECE: tl.constexpr):
-    """Rotate `size` numbers in float32, whose blocks lie one behind the other."""
     n = tl.program_id(0).to(tl.int64) * PIECE + tl.arange(0, PIECE)
     values = rotated(tl.load(x + n, mask=n < size, other=0.0), WIDTH)
     tl.store(y + n, values, mask=n < size)
@@ -71,9 +69,8 @@ def _rotate_kernel(x, y, size, WIDTH: tl.constexpr, PIECE: tl.constexpr):
 
 @jit
 def rotated(y, WIDTH: tl.constexpr):
-    """Rotate a float32 row in registers; its length is a multiple of WIDTH. A thread has eight
-    neighbours and fetches the rest from its warp, a fifth of the time through shared memory
-    (H100)."""
+    """Rotate a float32 row in registers; WIDTH divides its length. Exchange within a warp takes a
+    fifth of the time of shared memory (H100)."""
     SIZE: tl.constexpr = y.shape[0]
     if WIDTH == 4:
         y = tl.reshape(_four(tl.reshape(y, (SIZE // 4, 4)), SIZE // 4), (SIZE,)) * 0.5
@@ -91,7 +88,6 @@ def rotated(y, WIDTH: tl.constexpr):
 
 @jit
 def _four(y, N: tl.constexpr):
-    """Compute the unscaled transform of blocks of 4."""
     even, odd = tl.split(tl.reshape(y, (N, 2, 2)))
     sum_low, sum_high = tl.split(even + odd)
     difference_low, difference_high = tl.split(even - odd)
@@ -102,7 +98,6 @@ def _four(y, N: tl.constexpr):
 
 @jit
 def _eight(y, N: tl.constexpr):
-    """Compute the unscaled transform of blocks of 8."""
     y = tl.reshape(_four(tl.reshape(y, (N * 2, 4)), N * 2), (N, 2, 4))
     low, high = tl.split(tl.permute(y, (0, 2, 1)))
     return tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 2, 1)), (N, 8))
@@ -110,8 +105,7 @@ def _eight(y, N: tl.constexpr):
 
 @jit
 def _butterfly(y, N: tl.constexpr, COUNT: tl.constexpr, EACH: tl.constexpr, STEPS: tl.constexpr):
-    """Compute sums and differences along the second axis of y [N, COUNT, EACH], of length 2 **
-    STEPS."""
+    """Transform the second axis of y [N, COUNT, EACH], of length 2 ** STEPS."""
     index = tl.broadcast_to(tl.arange(0, COUNT)[None, :, None], (N, COUNT, EACH))
     for step in tl.static_range(STEPS):
         partner = tl.gather(y, index ^ (1 << step), 1)

@@ -1,17 +1,19 @@
-"""Activations that kernels pass undense: quantized rows in, unscaled sums out.
+"""Quantized rows before a low-bit product, and unscaled sums after it.
 
-    Rows       x[m, k] = codes[m, k] * scale[m]                    before a low-bit product, one scale a token
-    Product    y[m, n] = sums[m, n] * row[m] * column[n] + bias[n]      after it, scales and bias not yet applied
+    Rows       x[m, k] = codes[m, k] * scale[m]
+    Product    y[m, n] = sums[m, n] * row[m] * column[n] + bias[n]
 
 The next kernel applies the scales, since a product with unit scales is faster (docs/LOG.md). y is
-rounded once to `dtype`, that of the activations. Codes equal those of `quant.int8` and `quant.fp8`:
+rounded once to the activations' dtype. Codes equal those of `quant.int8` and `quant.fp8`:
 
-    int8    scale = amax / 127,                           codes = round(x * (127 / max(amax, 1e-30))), half to even
-    fp8     scale = max(amax / 448, 1 / (448 * 512)),     codes = e4m3(clamp(x / scale, -448, 448))
+    int8    scale = amax / 127
+            codes = round(x * (127 / max(amax, 1e-30))), half to even
+    fp8     scale = max(amax / 448, 1 / (448 * 512))
+            codes = e4m3(clamp(x / scale, -448, 448))
 
-"int8_rotated" is int8 of the rotated row (`kernels.quantize.rotation`), for a rotated weight.
-"gradient" is fp8 for gradients of activations, which are as small as the loss: its scale has no
-floor but 2^-100, which keeps its reciprocal finite.
+"int8_rotated" rotates the row first (`kernels.quantize.rotation`), for a rotated weight. "gradient"
+is fp8 for gradients of activations, which are as small as the loss: its scale has no floor but
+2^-100, which keeps its reciprocal finite.
 
 Legend: `kernels.quantize`.
 """
@@ -41,7 +43,7 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 SMALLEST_E4M3_SCALE = 1 / (E4M3_MAX * 512)
 SMALLEST_GRADIENT_SCALE = 2.0**-100
-# of quantized rows, and the dtype of their codes
+# kinds of rows, and the dtype of their codes
 KINDS = {"int8": torch.int8, "int8_rotated": torch.int8, "fp8": E4M3, "gradient": E4M3}
 ROTATED = "int8_rotated"
 
@@ -54,7 +56,7 @@ LONG, MANY, PIECE = (
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Activations quantized by token. Pass `dtype` on to the Product made of them."""
+    """Activations quantized by token. Pass `dtype` on to their Product."""
 
     codes_MK: Tensor  # int8 or float8_e4m3fn
     scale_M1: Tensor  # float32
@@ -126,15 +128,14 @@ def require(kind: str) -> None:
 
 
 def encoding(kind: str | None, size: int) -> dict[str, Any]:
-    """Return a kernel's keywords for rows of `size` features: the kind of codes and the rotation's
-    width (1: none)."""
+    """Return a kernel's keywords for rows of `size` features. A WIDTH of 1 is no rotation."""
     if kind == ROTATED:
         return {"KIND": "int8", "WIDTH": width(size)}
     return {"KIND": kind or "", "WIDTH": 1}
 
 
 def empty_rows(like: Tensor, shape: tuple[int, int], kind: str) -> QuantizedRows:
-    """Return uninitialised codes and scales on the device and of the dtype of `like`."""
+    """Return uninitialised codes and scales, with the device and dtype of `like`."""
     require(kind)
     codes_MK = torch.empty(shape, dtype=KINDS[kind], device=like.device)
     scale_M1 = torch.empty(shape[0], 1, dtype=torch.float32, device=like.device)
@@ -142,7 +143,7 @@ def empty_rows(like: Tensor, shape: tuple[int, int], kind: str) -> QuantizedRows
 
 
 def parts(x: Tensor | Product) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return (sums, row, column, bias) as kernels take them; a tensor is its own sums."""
+    """Return (sums, row, column, bias); a tensor is its own sums."""
     if isinstance(x, Tensor):
         return contiguous_rows(x), None, None, None
     row, column, bias = (
@@ -167,13 +168,15 @@ def _plain(x_MK: Tensor, kind: str) -> QuantizedRows:
     return QuantizedRows((x_MK / scale_M1).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3), scale_M1, dtype)
 
 
-# -- Triton: pieces of this and the other kernels. Launch with enable_fp_fusion=False: a fused multiply-add rounds once
-#    where the definition rounds twice, and codes would differ --------------------------------------------------------
+# -- Triton ----------------------------------------------------------------------------------------
+#
+# Launch with enable_fp_fusion=False: a fused multiply-add rounds once where the definition rounds
+# twice, and codes would differ.
 
 
 @jit
 def load_dense(sums, row, column, bias, m, stride, n, live):
-    """Load y[m, n] of a Product in float32, 0 where not live. Missing factors are None."""
+    """Load y[m, n] of a Product in float32, 0 where not live."""
     y = tl.load(sums + m * stride + n, mask=live, other=0).to(tl.float32)
     if row is not None:
         y = y * tl.load(row + m)
@@ -186,14 +189,13 @@ def load_dense(sums, row, column, bias, m, stride, n, live):
 
 @jit
 def magnitude(y):
-    """Return the bits of |y|, ordered as |y|; NaN is above every number and so outlives a
-    maximum."""
+    """Return the bits of |y|, ordered as |y|; NaN is above every number, so a maximum keeps it."""
     return y.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @jit
 def step_of(amax, KIND: tl.constexpr):
-    """Return the scale of a row with this largest magnitude."""
+    """Return a row's scale from its largest magnitude."""
     if KIND == "int8":
         return tl.div_rn(amax, 127.0)
     else:
@@ -204,7 +206,7 @@ def step_of(amax, KIND: tl.constexpr):
 
 @jit
 def store_codes(y, amax, at, live, KIND: tl.constexpr):
-    """Store the codes of a row's float32 values, whose largest magnitude is amax."""
+    """Store the codes of a row. amax: its largest magnitude."""
     if KIND == "int8":
         # as torch divides: by the reciprocal
         scaled = y * (tl.div_rn(1.0, tl.maximum(amax, 1e-30)) * 127.0)
@@ -239,8 +241,7 @@ def encode_rows_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Encode rows made by many programs: y [M, K] and the largest magnitude of each block of a
-    row."""
+    """Encode rows y [M, K] by the largest magnitudes of their blocks."""
     after_others(EARLY)
     m, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     blocks, num_blocks = tl.arange(0, NUM), tl.num_programs(1)

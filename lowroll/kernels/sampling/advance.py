@@ -1,8 +1,7 @@
 """The end of a decode step: record the drawn tokens and advance every row, in one launch.
 
-    ids = token,   pos += 1 where pos < end,   next = pos + 1,   length += 1 where pos < end, else 0
-
-Tokens drawn by a row with a repetition penalty are marked as seen (`penalties`).
+    ids = token,   pos += 1 where pos < end,   next = pos + 1
+    length += 1 where pos < end, else 0
 
 Legend: `kernels.sampling`; S steps.
 """
@@ -29,8 +28,9 @@ def advance(
     lengths_B: Tensor,
     marked: Marked | None = None,
 ) -> None:
-    """Write tokens and log-probs to row `step_1` of the results, count the step, and move the rows
-    on, in place. A length counts a row's cached keys and the next token. marked: the same rows.
+    """Write tokens and log-probs to row `step_1` of the results, count the step, and advance the
+    rows, in place. A length counts cached keys and the next token. marked: penalties of the same
+    rows, whose tokens are marked as seen.
 
     int64 all but logprobs (float32) and lengths_B (int32); the results have at least B columns.
     """
@@ -68,7 +68,7 @@ def advance(
         marks = flat(marked.marks_SV)
         index_B = marked.slots_B * marked.marks_SV.stride(0) + tokens_B
         marked_B = torch.where(marks_seen_B, marks[index_B] | SEEN, 0).to(marks.dtype)
-        marks.scatter_reduce_(0, index_B, marked_B, "amax")  # rows that are dead may share a place
+        marks.scatter_reduce_(0, index_B, marked_B, "amax")  # dead rows may share a place
     pos_B.add_(pos_B < end_B)
     next_B.copy_(pos_B + 1)
     lengths_B.add_(1).mul_(pos_B < end_B)

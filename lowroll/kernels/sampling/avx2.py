@@ -1,7 +1,7 @@
-"""The token of each row by Gumbel-max on a CPU with AVX2: `avx2.cpp` for torch.
+"""Gumbel-max on a CPU with AVX2: `avx2.cpp` for torch.
 
-Noise and winner take one pass, without noise where none can win. Logarithms are within 1e-6 of
-exact; AVX2 and AVX-512 give the same bits.
+Ids that cannot win get no noise. Logarithms are within 1e-6 of exact; AVX2 and AVX-512 give the
+same bits.
 
 Legend: `kernels.sampling`.
 """

@@ -3,15 +3,15 @@
     token = argmax over the ids that stay of x / T + noise(key, position, id)
 
 with the probability of softmax(x / T) (Gumbel 1954; Maddison et al. 2014, "A* sampling"). Of equal
-scores the lower id wins; a logit of -inf never does. With the same noise, two distributions draw
-different tokens with a probability of at most 2 d / (1 + d), d their total variation; replays and
+scores the lower id wins; a logit of -inf never does. With the same noise, two distributions of
+total variation d draw different tokens with a probability of at most 2 d / (1 + d); replays and
 drafts rely on that.
 
-On CUDA one kernel reads each tile of the vocabulary once (`tiles`), another finds what filters keep
-(`filters`), and the last compares winners and sums masses in float64. Where filters drop a tile's
-winner, its score bounds what stays: the tile is read again only if the bound reaches the best
-remaining winner. A row's bits are the same in every batch. Devices' logarithms differ in last bits,
-so tokens may differ where two scores are within 1e-5.
+On CUDA one kernel reads each tile of the vocabulary once (`tiles`), another filters (`filters`),
+and the last compares winners and sums masses in float64. If filters drop a tile's winner, its score
+bounds the tile, which is read again only if the bound reaches the best remaining winner. A row's
+bits are the same in every batch. Devices' logarithms differ in last bits, so tokens may differ
+where two scores are within 1e-5.
 
 Greedy rows take the argmax and the log-prob at temperature 1. A row without a distribution (NaN or
 +inf logits, or nothing but -inf) gets token 0 and log-prob NaN.
@@ -51,9 +51,8 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """Draw one token a row: ids int64 [B] and log-probs float32 [B].
 
-    logits_BV: any float dtype, rows contiguous or expanded (stride 0), left unchanged. keys_B,
-    positions_B: int64, the noise. temperature_B: float32 (None is 1). greedy_B: bool (None is all
-    False).
+    logits_BV: rows contiguous or expanded (stride 0), left unchanged. keys_B, positions_B: int64,
+    the noise. temperature_B: float32 (None is 1). greedy_B: bool (None is all False).
     """
     if not triton_supports(logits_BV):
         return _plain(logits_BV, keys_B, positions_B, temperature_B, greedy_B, filters)
@@ -102,7 +101,6 @@ def _plain(
     greedy_B: Tensor | None,
     filters: Filters | None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw in plain torch; the CPU's kernel finds the winners where it can."""
     scaled_BV = _scale_and_filter(logits_BV, temperature_B, greedy_B, filters)
     logp_BV = torch.log_softmax(scaled_BV, dim=-1)
     if avx2.supports_device(scaled_BV.device):
@@ -134,8 +132,8 @@ def distribution(
     greedy_B: Tensor | None,
     filters: Filters | None,
 ) -> Tensor:
-    """Return the log-probs, float32 [B, V], that `draw` draws from (greedy: those it records); -inf
-    where filters drop."""
+    """Return the log-probs, float32 [B, V], that `draw` draws from (greedy: records); -inf where
+    filters drop."""
     return torch.log_softmax(_scale_and_filter(logits_BV, temperature_B, greedy_B, filters), dim=-1)
 
 
@@ -145,7 +143,6 @@ def _scale_and_filter(
     greedy_B: Tensor | None,
     filters: Filters | None,
 ) -> Tensor:
-    """Return logits over temperature, -inf where filters drop."""
     logits_BV = logits_BV.float()
     kept_BV = None
     if filters is not None:

@@ -1,20 +1,19 @@
 """Top-k, top-p and min-p by a search instead of a sort.
 
-A row's logits x are ordered by size, equal ones by lower id. Of them, in turn,
+A row's logits x are ordered by size, equal ones by lower id. In turn,
 
-    top-k  the first k
-    top-p  of what is left, as many of the first as have a mass of p and more together, where the mass
-           of x is exp(x / T): x stays if the mass before it is less than p of the whole
-    min-p  x >= max + T log(min_p)
+    top-k  keeps the first k
+    top-p  keeps x if the mass before it is less than p of what is left, with masses exp(x / T)
+    min-p  keeps x >= max + T log(min_p)
 
-so a threshold describes what stays: x > floor, and of those equal to it ids up to `last`. The order
-is before the temperature, whose rounding could make unequal logits equal.
+so a threshold describes the result: x > floor, and of those equal to it ids up to `last`. Logits
+are ordered before the division by T, whose rounding could make unequal ones equal.
 
 On CUDA one program a row reads only blocks that can hold the threshold, by the maxima and masses of
-`tiles`. The k-th largest block maximum is at most the k-th largest logit; all below max + T log((1
-- p) mass / ids) is less than 1 - p of the mass, a bound that the blocks' masses raise. Passes over
-blocks above the bound cut the interval in four until it has at most NEAR numbers, which are
-searched in registers, a bit at a time (`search`).
+`tiles`. The k-th largest block maximum is at most the k-th largest logit. Logits below max + T
+log((1 - p) mass / ids) have less than 1 - p of the mass; the blocks' masses raise this bound.
+Passes over blocks above the bound divide the interval by four until at most NEAR numbers are left,
+which are searched in registers (`search`).
 
 Legend: `kernels.sampling`; L blocks of a row, R rows with filters.
 """
@@ -48,16 +47,16 @@ from lowroll.kernels.sampling.tiles import (
     tiles_of,
 )
 
-GROUP = 16  # blocks that are read at a time
-NEAR = 1024  # numbers that are searched in registers
-AT_ONCE = 64  # blocks expected to hold no more numbers than that
+GROUP = 16  # blocks read at a time
+NEAR = 1024  # numbers searched in registers
+AT_ONCE = 64  # blocks expected to hold at most NEAR numbers
 WARPS = 16
 
 
 @dataclass(frozen=True)
 class Filters:
-    """The filter settings of B rows. top_k_B: int64, V or more where off. top_p_B: float64, 1 where
-    off. log_min_p_B: float64, -inf where off."""
+    """Filter settings of B rows. top_k_B: int64, V or more is off. top_p_B: float64, 1 is off.
+    log_min_p_B: float64, -inf is off."""
 
     top_k_B: Tensor
     top_p_B: Tensor
@@ -69,13 +68,13 @@ class Filters:
 
 @dataclass(frozen=True)
 class Kept:
-    """The logits that B rows keep: floor_B float32, last_B int64."""
+    """Thresholds of B rows: floor_B float32, last_B int64."""
 
     floor_B: Tensor
     last_B: Tensor
 
     def mask(self, logits_BV: Tensor) -> Tensor:
-        """Return whether each logit stays, bool [B, V]. NaN does."""
+        """Return which logits stay, bool [B, V]. NaN does."""
         ids_V = torch.arange(logits_BV.shape[1], device=logits_BV.device)
         floor_B1, last_B1 = self.floor_B[:, None], self.last_B[:, None]
         return ~((logits_BV < floor_B1) | ((logits_BV == floor_B1) & (ids_V > last_B1)))
@@ -90,9 +89,8 @@ def keep(
 ) -> Kept:
     """Filter each row; a greedy row, or one without a distribution, keeps all.
 
-    logits_BV: any float dtype, rows contiguous or expanded. temperature_B: float32, None is 1.
-    greedy_B: bool. tiles: of these logits, with blocks; their masses become those of what stays
-    (CUDA).
+    logits_BV: rows contiguous or expanded. temperature_B: float32, None is 1. tiles: of these
+    logits, with blocks; on CUDA their masses become those of what stays.
     """
     if not triton_supports(logits_BV):
         return _plain(logits_BV, filters, temperature_B, greedy_B)
@@ -138,8 +136,6 @@ def keep(
 def _plain(
     logits_BV: Tensor, filters: Filters, temperature_B: Tensor | None, greedy_B: Tensor | None
 ) -> Kept:
-    """Filter in plain torch: top-k and top-p by a sort, of the rows that use them where that can be
-    known, then min-p, whose floor holds where it is the higher one."""
     rows, tokens = logits_BV.shape
     is_ranked_B = (filters.top_k_B < tokens) | (filters.top_p_B < 1)
     if greedy_B is not None:
@@ -172,7 +168,7 @@ def _plain(
 def _rank_threshold(
     logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, temperature_R: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return logit and id of the last number of the order that stays."""
+    """Return logit and id of the last number that stays."""
     sorted_RV, ids_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
     in_top_k_RV = rank_V < top_k_R[:, None]
@@ -278,7 +274,6 @@ def _find_floor(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the threshold and the last id that stays of those equal to it."""
     floor = peak * 0.0 + float("-inf")
     last = tokens
     num_ids = tokens
@@ -303,7 +298,7 @@ def _find_floor(
                 BLOCK,
             ).to(tl.float64)  # fmt: skip
     if top_p < 1:
-        # below the bound lies less mass than 1 - p; a thousandth is for rounding
+        # a thousandth is for rounding
         log_tail = tl.log((1 - top_p) * total / num_ids) - 1e-3
         low = tl.maximum((peak + temperature * log_tail).to(tl.float32), tl.maximum(floor, LOWEST))
         if top_k >= tokens:
@@ -312,7 +307,7 @@ def _find_floor(
                 total, blocks // EACH, TILES, EACH, BLOCK,
             )  # fmt: skip
         count = list_blocks(list_ptr, peaks_ptr, blocks, low, TILES * EACH)
-        # the search is in float32, where a tiny p would be 0; the first alone has a mass of about 1
+        # float32 would round a tiny p to 0; the first alone has a mass of about 1
         floor, last = search(
             logits_ptr, list_ptr, near_ptr, count, low, peak, tl.maximum(top_p * total, 1e-30), floor,
             last, factor, shift, tokens, False, NEAR, AT_ONCE, GROUP, BLOCK,
@@ -338,8 +333,7 @@ def _raise_bound(
     EACH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Raise `low`, a bound of a top-p's floor, while the blocks' masses prove that less than the
-    allowed mass lies below."""
+    """Raise `low`, a bound of top-p's floor, while less than the allowed mass lies below it."""
     offs_c = tl.arange(0, TILES)
     offs_cl = offs_c[:, None] * EACH + tl.arange(0, EACH)[None, :]
     live_cl = offs_cl < tiles * EACH
@@ -362,7 +356,6 @@ def _raise_bound(
 
 @jit
 def _top_k_bound(peaks_ptr, blocks, ids, BLOCKS: tl.constexpr):
-    """Return a lower bound of the k-th largest logit: the k-th largest block maximum."""
     offs_l = tl.arange(0, BLOCKS)
     live_l = offs_l < blocks
     peak_l = tl.load(peaks_ptr + offs_l, mask=live_l, other=float("-inf"))
@@ -394,7 +387,6 @@ def _update_masses(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Replace the tiles' masses by those of the logits that stay."""
     blocks = tiles * EACH
     offs_l = tl.arange(0, TILES * EACH)
     tl.debug_barrier()

@@ -1,14 +1,14 @@
 """The noise of a draw: a standard Gumbel number -log(E) for each token id, E a unit exponential.
 
 Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") makes four 32-bit
-words from the 64-bit key of a row and the counter (position low, position high, c, STREAM). Ids lie
-in blocks of 1024: id 1024 b + 256 j + l has word j of counter c = 256 b + l. With its word w,
+words from the 64-bit key of a row and the counter (position low, position high, c, STREAM). Id 1024
+b + 256 j + l has word j of counter c = 256 b + l. With its word w,
 
     v = (w + 0.5) / 2^32        in float32, and at most 1 - 2^-24
     noise = -log(-log1p(-v))    between -2.9 and 22.9
 
-Large noise comes from a small v, which has all its digits there. v is the same everywhere; the
-logarithms of torch, `avx2.cpp` and Triton differ by less than 1e-5.
+Large noise comes from a small v, which has all its digits. v is the same everywhere; the logarithms
+of torch, `avx2.cpp` and Triton differ by less than 1e-5.
 
 Legend: `kernels.sampling`; C counters of a row.
 """
@@ -30,7 +30,7 @@ _NATIVE = constexpr(not INTERPRETED)
 
 
 def gumbel(keys_B: Tensor, positions_B: Tensor, tokens: int) -> Tensor:
-    """Return the noise of the first `tokens` ids of each row, float32 [B, V]. Both int64 [B]."""
+    """Return the noise of each row's first `tokens` ids, float32 [B, V]. Both int64."""
     counters = -(-tokens // IDS) * COUNTERS
     c_C = torch.arange(counters, device=keys_B.device)
     low_B1, high_B1 = (positions_B & _WORD)[:, None], (positions_B >> 32 & _WORD)[:, None]
@@ -43,11 +43,10 @@ def gumbel(keys_B: Tensor, positions_B: Tensor, tokens: int) -> Tensor:
 
 
 def philox4x32(counter_4X: Tensor, key_2X: Tensor) -> Tensor:
-    """Return the Philox4x32-10 words [4, ...] of each counter; keys broadcast. All int64, values in
-    [0, 2^32).
+    """Return the Philox4x32-10 words [4, ...] of each counter; keys broadcast. All int64 in [0,
+    2^32).
 
-    For few launches, the halves of a round run as one [2, ...] operation and constants are made on
-    the device.
+    For few launches, both halves of a round are one operation and constants are made on the device.
     """
     lane_2X = torch.arange(2, device=counter_4X.device).view(2, *[1] * (counter_4X.ndim - 1))
     multiplier_2X = lane_2X * (0xCD9E8D57 - 0xD2511F53) + 0xD2511F53
@@ -86,8 +85,7 @@ def words_of(key, position, counter_n):
 
 @jit
 def _log2(x):
-    """Return the GPU's own logarithm: absolute error 2^-22 within (0.5, 2), as small a relative one
-    elsewhere."""
+    """Return the GPU's own logarithm: error 2^-22, absolute within (0.5, 2), relative elsewhere."""
     if _NATIVE:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -113,8 +111,8 @@ def best_of(
     logits_ptr, tile, tokens, factor, greedy, key, position, floor, last,
     FILTERED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Return the best score of one tile, in units of log(2), and the first id that has it, within
-    floor and last. A greedy row's scores are its logits."""
+    """Return a tile's best score, in units of log(2), and the first id that has it, within floor
+    and last. A greedy row's scores are its logits."""
     counter_n = tile * (TILE // 4) + tl.arange(0, TILE // 4)
     words = words_of(key, position, counter_n)
     first_id_n = counter_n // 256 * 1024 + counter_n % 256

@@ -1,10 +1,8 @@
-"""Repetition penalty and bans by marks on the device: a byte for each slot of a sample and token of
-the vocabulary.
+"""Repetition penalty and bans by marks on the device: a byte for each slot and token id.
 
-    SEEN   the token stands in the prompt or response: where the row has a penalty, a positive logit is
-           divided by it and a negative one multiplied (Keskar et al. 2019, arXiv:1909.05858)
-    STOPS  the token would end the sample: while the next token stands before `banned_until`, its
-           logit is -inf
+    SEEN   is in the prompt or response: a penalty divides a positive logit and multiplies a
+           negative one (Keskar et al. 2019, arXiv:1909.05858)
+    STOPS  would end the sample: its logit is -inf at positions before `banned_until`
 
 Rows that use neither read no marks.
 
@@ -27,8 +25,8 @@ WARPS = 4
 
 
 class Marked(NamedTuple):
-    """The marks, uint8 [S, V] (`blank`), and for B rows slots (int64), penalties (float64, 1 is
-    none) and positions before which stops are banned (int64)."""
+    """Marks, uint8 [S, V] (`blank`), and B rows' slots (int64), penalties (float64, 1 is none) and
+    positions before which stops are banned (int64)."""
 
     marks_SV: Tensor
     slots_B: Tensor
@@ -115,7 +113,6 @@ def _shape_kernel(
     TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Shape one tile of one row; only marked logits are read and written."""
     after_others(EARLY)
     row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     penalty = tl.load(penalty_ptr + row).to(tl.float32)

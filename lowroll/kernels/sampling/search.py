@@ -1,8 +1,8 @@
-"""The search for the threshold of a row's filters, in Triton, by one program a row.
+"""A search for the threshold of a row's filters, in Triton, by one program a row.
 
 A list of blocks is read GROUP at a time. Numbers that stay so far (x > floor, and of those equal to
-it ids up to `last`) weigh 1, or their mass exp2(x * factor - shift); the threshold is the largest
-number that has, with those above it, the target's weight.
+it ids up to `last`) weigh 1, or their mass exp2(x * factor - shift). The threshold is the largest
+number that reaches the target weight together with those above it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def value_of(key):
 
 @jit
 def reaching(key_n, weight_n, live_n, target):
-    """Return the largest live key that has, with those above it, the target's weight, or the
+    """Return the largest live key that reaches the target weight with those above it, or the
     smallest."""
     low = tl.min(tl.where(live_n, key_n, 2147483647), 0)
     high = tl.max(tl.where(live_n, key_n, -2147483648), 0)
@@ -72,7 +72,6 @@ def _read(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return ids and logits of a group of blocks, -inf where dropped."""
     index_g = start + tl.arange(0, GROUP)
     block_g = tl.load(list_ptr + index_g, mask=index_g < count, other=0)
     ids_gn = block_g[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -163,8 +162,8 @@ def _narrow_interval(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return an interval [low, high) that holds the threshold, of at most NEAR or only equal
-    numbers, and the weight above it."""
+    """Return an interval [low, high) of at most NEAR or only equal numbers that holds the
+    threshold, and the weight above it."""
     high = value_of(key_of(peak) + 1)
     above = target * 0.0
     num_above = target * 0.0
@@ -207,7 +206,7 @@ def _gather(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write at most NEAR numbers of [low, high) side by side; return how many there are."""
+    """Write at most NEAR numbers of [low, high) side by side; return their count."""
     tl.debug_barrier()
     num_found = count * 0
     for start in range(0, count, GROUP):
@@ -234,7 +233,7 @@ def _last_equal_id(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the id of the `needed`-th number equal to `value`, in order of ids."""
+    """Return the id of the `needed`-th number equal to `value`."""
     num_seen = count * 0
     last_id = count * 0
     for start in range(0, count, GROUP):

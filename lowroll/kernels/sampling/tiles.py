@@ -1,5 +1,4 @@
-"""The first pass over the logits: maximum, mass and winner of each tile, and maximum and mass of
-each block.
+"""The first pass over the logits: maximum and mass of each tile and block, and a tile's winner.
 
     mass = sum exp((x - maximum of the tile) / T)
     winner = argmax x / T + noise       `noise`; of a greedy row argmax x
@@ -23,9 +22,9 @@ WARPS = 4
 
 
 class TileScores(NamedTuple):
-    """largest_BC, mass_BC: float32 of each tile. best_BC, winner_BC: float32 and int32, each tile's
-    best score and its id; None without noise. peaks_BL, parts_BL: float32, each block's maximum
-    (-inf beyond the vocabulary) and its part of the tile's mass; None unless asked for."""
+    """Scores of tiles, float32 but winner_BC, and of blocks. winner_BC: int32, the id of best_BC;
+    both None without noise. peaks_BL, parts_BL: each block's maximum (-inf beyond the vocabulary)
+    and part of the tile's mass; None unless asked for."""
 
     largest_BC: Tensor
     mass_BC: Tensor
@@ -42,8 +41,8 @@ def tiles_of(
     blocks: bool,
     noise: tuple[Tensor, Tensor] | None = None,
 ) -> TileScores:
-    """Run the pass. Rows of logits are contiguous or expanded, of any float dtype. noise: int64
-    keys and positions of the rows, for winners."""
+    """Run the pass. logits_BV: rows contiguous or expanded. noise: int64 keys and positions, for
+    winners."""
     rows, tokens = logits_BV.shape
     aligned = tokens % 16 == 0
     if aligned and (logits_BV.stride(0) % 16 or logits_BV.data_ptr() % 16):
@@ -103,8 +102,7 @@ def temperature_of(temperature_ptr, greedy_ptr, row):
 
 @jit
 def row_of(largest_ptr, mass_ptr, row, tiles, factor, TILES: tl.constexpr):
-    """Return one row's tile maxima, its maximum, its shift, and the tiles' masses under that shift,
-    float64."""
+    """Return a row's tile maxima, maximum and shift, and tiles' float64 masses under that shift."""
     offs_c = tl.arange(0, TILES)
     max_c = tl.load(largest_ptr + row * tiles + offs_c, mask=offs_c < tiles, other=float("-inf"))
     mass_c = tl.load(mass_ptr + row * tiles + offs_c, mask=offs_c < tiles, other=0.0).to(tl.float64)
@@ -121,8 +119,8 @@ def is_distribution(largest, total):
     )
 
 
-# The compiler picks a row's layout, and so the order of sums, by the stride, so the stride must
-# depend on the vocabulary alone: that of an expanded row is 0.
+# The compiler picks a row's layout, and so the order of sums, by the stride, which is 0 for an
+# expanded row: it must not specialize on it.
 @jit(do_not_specialize=["stride"])
 def _masses_kernel(
     logits_ptr,

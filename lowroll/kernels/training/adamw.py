@@ -1,11 +1,12 @@
 """AdamW of any number of tensors in one launch and one pass.
 
     g <- clip * g        m <- b1 m + (1-b1) g        v <- b2 v + (1-b2) g^2
-    s = lr m / (1-b1^t) / (sqrt(v / (1-b2^t)) + eps)        p <- p - lr * wd * p - s        low <- round(p)
+    s = lr m / (1-b1^t) / (sqrt(v / (1-b2^t)) + eps)
+    p <- p - lr * wd * p - s        low <- round(p)
 
 (Loshchilov & Hutter 2019, algorithm 2.) `clip` stays on the device; `low` is the model's
-half-precision copy of a float32 master; sum s^2 is returned. One pass moves 30 bytes a parameter
-instead of 90. The table of addresses is made anew for every update, as storages may move.
+half-precision copy of a float32 master. One pass moves 30 bytes a parameter instead of 90. Every
+update makes its table of addresses anew, as storages may move.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Tensors:
         lows: Sequence[Tensor | None],
         decays: Sequence[float],
     ) -> None:
-        """Raise ValueError for a tensor that is not float32 and contiguous, or copies of two dtypes
-        or other sizes."""
+        """Raise ValueError unless tensors are float32 and contiguous, and copies of one dtype and
+        their sizes."""
         for x in (*masters, *firsts, *seconds):
             _check(x, torch.float32)
         for master, low in zip(masters, lows, strict=True):
@@ -159,9 +160,8 @@ def _adamw_kernel(
     LOW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Update one block of one tensor. A table entry: addresses of p, g, m, v and the low-precision
-    copy, and the size. new1, new2: 1 - beta, which float32's beta2 of 0.999 gives to five digits
-    only."""
+    """Update one block of one tensor. A table entry: addresses of p, g, m, v and low, and the size.
+    new1, new2: 1 - beta, which float32's beta2 of 0.999 gives to five digits only."""
     block = tl.program_id(0)
     i, start = tl.load(tensor_ptr + block), tl.multiple_of(tl.load(start_ptr + block), BLOCK)
     entry_ptr = table_ptr + i.to(tl.int64) * COLUMNS
@@ -226,7 +226,7 @@ def _update(
     BLOCK: tl.constexpr,
     ENDS: tl.constexpr,
 ):
-    """Update one block; return its sum of s^2. ENDS: the tensor ends within it."""
+    """Return the block's sum of s^2. ENDS: the tensor ends within it."""
     offs_n = start + tl.arange(0, BLOCK)
     mask_n = offs_n < tl.load(entry_ptr + 5) if ENDS else tl.full((BLOCK,), True, tl.int1)
     p_ptr = _address(entry_ptr, tl.float32) + offs_n

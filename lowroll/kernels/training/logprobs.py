@@ -5,9 +5,9 @@ With z = logits / temperature and y the target of a row,
     logp = z_y - lse(z)        entropy = lse(z) - sum_v softmax(z)_v z_v
     d logp / d logits = (onehot(y) - softmax(z)) / temperature
 
-On CUDA one pass makes the first two (a running maximum, Milakov & Gimelshein 2018), and a second
-one the gradient. For a known log-prob, lse(z) = z_y - logp. onehot - softmax is taken before the
-rounding to its product's dtype: at p = 0.999 the gradient is 0.001, not 0.
+On CUDA one pass computes the first two (online softmax, Milakov & Gimelshein 2018), a second the
+gradient, with lse(z) = z_y - logp. onehot - softmax is rounded last: at p = 0.999 the gradient is
+0.001, not 0.
 
 Shapes: C rows, V vocabulary.
 """
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from lowroll.kernels.launch import jit, tl, triton_supports
 
-TILE = 4096  # logits of a program that makes gradients
+TILE = 4096  # logits of a gradient's program
 LANES = 1024  # running maxima of a row
-AT_ONCE = 1 << 20  # logits of plain torch's passes, which stay in the cache between two
+AT_ONCE = 1 << 20  # logits of a pass in plain torch, which stay in the cache
 
 
 def token_log_probs(
@@ -31,11 +31,10 @@ def token_log_probs(
     gradient_CV: Tensor | None = None,
     scale_C: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-prob of each target and entropy of each row, both [C] float32.
+    """Return log-prob of each target and entropy of each row, float32 [C], without a wait.
 
-    logits_CV: any float dtype, rows contiguous; may be overwritten. gradient_CV, if given, is
-    filled with scale * d logp / d logits; scale_C (float32) defaults to 1. Nothing waits for the
-    device.
+    logits_CV: rows contiguous; may be overwritten. gradient_CV: filled with scale * d logp / d
+    logits. scale_C: float32; None is 1.
     """
     if not triton_supports(logits_CV):
         return _reference(logits_CV, targets_C, temperature, gradient_CV, scale_C)
@@ -94,7 +93,6 @@ def _reference(
     gradient_CV: Tensor | None,
     scale_C: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `token_log_probs` in plain torch, some rows at a time."""
     logp_C = torch.empty(len(logits_CV), dtype=torch.float32, device=logits_CV.device)
     entropy_C = torch.empty_like(logp_C)
     rows = max(1, AT_ONCE // max(1, logits_CV.shape[1]))

@@ -1,13 +1,13 @@
 """SwiGLU's gate on a gate-up product whose adapter is not yet added.
 
-    g = g0 + l B_g',   u = u0 + l B_u'        y = silu(g) u          d u = d y silu(g),   d g = d y u s (1 + g (1 - s))
+    g = g0 + l B_g',   u = u0 + l B_u'        y = silu(g) u
+    d u = d y silu(g),   d g = d y u s (1 + g (1 - s))
 
-Adding a rank-r update to [T, 2F] would read and write a layer's largest tensor once more; here each
-tile makes it. A tile holds whole rows of l and B, which bounds the rank (`supports`).
+Adding the update to [T, 2F] would read and write a layer's largest tensor once more. A tile holds
+whole rows of l and B, which bounds the rank (`supports`).
 
-Legend: T tokens, F intermediate size, r rank, L columns of the stacked update: r where one of gate
-and up has an adapter, 2r where both have (B is block-diagonal then, and the other block is not
-read); N = 2F.
+Legend: T tokens, F intermediate size, r rank, N = 2F, L columns of the update: r where one of gate
+and up has an adapter, 2r where both have (B is block-diagonal, and its zeros are not read).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def supports(rank: int, dtype: torch.dtype) -> Support:
 
 @dataclass(frozen=True)
 class Update:
-    """The update that gate_up lacks: low @ b', whose first `rank` columns are the gate's and last
-    are up's."""
+    """The update low @ b' that gate_up lacks. Of low, the first `rank` columns are the gate's, the
+    last are up's."""
 
     low_TL: Tensor
     b_NL: Tensor
@@ -52,8 +52,8 @@ class Update:
 
 
 def silu_mul_adapted(gate_up_TN: Tensor, low_TL: Tensor, b_NL: Tensor, rank: int) -> Tensor:
-    """Return silu(gate) * up [T, F] of gate_up + low @ b' (`Update`). Differentiable in gate_up,
-    with the gradient of the sum."""
+    """Return silu(gate) * up [T, F] of gate_up + low @ b'. Differentiable in gate_up, with the
+    gradient of the sum."""
     if (
         not triton_supports(gate_up_TN)
         or gate_up_TN.numel() == 0
