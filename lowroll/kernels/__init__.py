@@ -10,13 +10,12 @@ A file holds its entry function first, plain torch next, and Triton kernels last
 
 Terms:
 
-    row       the vector of a token or sequence: M, T or B of them in a matrix of activations
-    channel   an out feature: one of the N rows of a weight matrix (a row in quantize/)
+    row       the vector of one token or sequence
+    channel   an out feature: one row of a weight matrix (a row in quantize/)
     group     neighbouring weights of a channel that share a scale; in some formats a block
-    tile      the piece of a tensor that a program computes, or reads at a time
     program   one block of threads of a Triton kernel
     slot      moe/: one choice of one token, token * S + choice
               attention/: a token of the cache, page * P + offset
-    place     moe/: the index of a slot once slots are sorted by expert
+    place     moe/: the index of a slot once slots are sorted by expert, then by slot
     early     said of a kernel that starts before its predecessor ends (`launch`)
 """

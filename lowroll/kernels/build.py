@@ -1,4 +1,4 @@
-"""Sources of this package that are compiled on first use and called through ctypes.
+"""Compilation of this package's sources on first use, called through ctypes.
 
 A library is stored in `$XDG_CACHE_HOME/lowroll/kernels` (or `~/.cache/lowroll/kernels`, mode 0700)
 under the digest of its source, headers, compiler and options. It is renamed once built, so
@@ -41,8 +41,8 @@ def library(
 ) -> ctypes.CDLL:
     """Return the shared library of a source, built unless cached.
 
-    RuntimeError when the compiler fails (with its first lines) or takes too long; PermissionError
-    when another user owns the folder.
+    RuntimeError when the compiler fails or takes too long; PermissionError when another user owns
+    the folder.
     """
     folder = cache_folder()
     version = run([str(compiler), "--version"], source.name, deadline_s)

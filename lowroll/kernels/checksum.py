@@ -31,8 +31,8 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def amax(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return each tensor's largest |value|: float32 [1] on its device; NaN for one with a NaN, 0
-    for an empty one. bfloat16, float16 and float32, on any devices, without a wait."""
+    """Return each tensor's largest |value|, float32 [1] on its device; NaN if it has one, 0 if
+    empty. bfloat16, float16 and float32, without a wait."""
     tensors = [t.detach() for t in tensors]
     return _run_by_group(
         tensors, lambda t: (t.device, t.dtype), lambda group: _amax(group).float().split(1)
@@ -40,7 +40,7 @@ def amax(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def finite(extents: Sequence[Tensor]) -> list[bool]:
-    """Return whether each of `amax`'s results is finite. Waits for each device once."""
+    """Return whether each result of `amax` is finite. Waits for each device once."""
     return _run_by_group(
         extents, lambda t: t.device, lambda group: torch.cat(group).isfinite().tolist()
     )
@@ -51,7 +51,6 @@ def _run_by_group(
     key: Callable[[Tensor], Any],
     run: Callable[[list[Tensor]], Iterable[Any]],
 ) -> list[Any]:
-    """Run on the tensors of each key together; return one result a tensor, in their order."""
     indices: dict[Any, list[int]] = {}
     for i, tensor in enumerate(tensors):
         indices.setdefault(key(tensor), []).append(i)
@@ -137,7 +136,7 @@ def _launch_over_blocks(kernel: Any, tensors: list[Tensor], out: Tensor) -> None
 
 @jit
 def _locate_block(table, owner, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the program's tensor, its address, its number of integers, and the block's first."""
+    """Return the program's tensor, address, number of integers, and first integer."""
     tensor = tl.load(owner + tl.program_id(0))
     integer: tl.constexpr = tl.int64 if SIZE == 8 else tl.int32 if SIZE == 4 else tl.int16
     values = tl.multiple_of(tl.load(table + 3 * tensor).to(tl.pointer_type(integer)), 16)
@@ -158,7 +157,7 @@ def _mix(word):
 
 @jit
 def _last_word(table, tensor):
-    """Return the word that a tensor's last bytes fill in part, zero-padded; 0 without one."""
+    """Return the word of a tensor's last bytes, zero-padded; 0 if its words are whole."""
     size, lane = tl.load(table + 3 * tensor + 1), tl.arange(0, 8)
     byte_offs = size // 8 * 8 + lane
     byte = tl.load(
@@ -175,7 +174,7 @@ def _checksum_kernel(
 ):
     tensor, words, size, block_start = _locate_block(table, owner, SIZE, BLOCK)
     total = tl.zeros([STEP], dtype=tl.int64)
-    if block_start + BLOCK <= size:  # without a mask, loads are as wide as the hardware's
+    if block_start + BLOCK <= size:  # unmasked loads are wider
         for start in range(0, BLOCK, STEP):
             offs = block_start + start + tl.arange(0, STEP)
             total += _mix(tl.load(words + offs)) * (2 * offs + 1)

@@ -30,7 +30,7 @@ def compiler() -> Path | None:
 
 
 def library(source: Path) -> ctypes.CDLL:
-    """Return the shared library of a source. RuntimeError without a compiler; errors of
+    """Return the shared library of a source. RuntimeError without a compiler; else as
     `build.library`."""
     compiler_path = compiler()
     if compiler_path is None:
@@ -39,8 +39,8 @@ def library(source: Path) -> ctypes.CDLL:
 
 
 def run(source: Path, name: str, arguments: ctypes.Structure) -> None:
-    """Call a library's function on torch's threads, their number in the argument `threads`. Errors
-    as of `library`."""
+    """Call a library's function on torch's threads, whose number it sets. Errors as of
+    `library`."""
     arguments.threads = torch.get_num_threads()
     _function(source, name)(ctypes.byref(arguments), team())
 
@@ -68,7 +68,7 @@ def supports(source: Path, device: torch.device, otherwise: str) -> Support:
 
 @cache
 def team() -> ctypes.c_void_p | None:
-    """Return libgomp's call that runs a function on torch's threads; None in a torch without it."""
+    """Return libgomp's call that runs a function on torch's threads; None without libgomp."""
     try:
         return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p)
     except (AttributeError, OSError, TypeError):

@@ -210,8 +210,8 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
 
 
 def answers(product: str, device: torch.device) -> list[DeviceSupport]:
-    """Return the kernels of a product, up to the one that takes every remaining call, and the
-    device's support of each."""
+    """Return a product's kernels, up to the one for every remaining call, and the device's
+    support."""
     device_supports: list[DeviceSupport] = []
     for kernel in PRODUCTS[product]:
         support = _query_support(kernel, device)

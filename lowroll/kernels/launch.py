@@ -5,12 +5,12 @@ start once every block of its predecessor runs or has ended, which hides launch 
 and the first weights. Rules that keep the order of a stream:
 
 1. `after_others` waits until the predecessor has ended and its writes are visible. Before it, a
-kernel may read weights and results of earlier steps (lengths, page tables), no matrix of this step,
-and writes nothing: the predecessor may still read results, workspaces and counters.
+kernel may read weights and results of earlier steps (lengths, page tables), and writes nothing: the
+predecessor may still read results, workspaces and counters.
 
 2. Every early kernel also waits, in every block that does anything. So the end of B implies the end
 of A before it, and C, which waits for B alone, waits for all. This also makes memory safe that the
-allocator reuses in stream order.
+allocator reuses.
 
 3. A kernel launched plainly (cuBLAS, torch) starts after the end of everything earlier. One of
 these must stand between the last write of what is read ahead and its first reader. `prefetch` is
@@ -119,7 +119,7 @@ def early() -> bool:
 
 
 def early_start() -> dict[str, bool]:
-    """Return the keywords of a launch of a kernel that calls `after_others(EARLY)`."""
+    """Return launch keywords for a kernel that calls `after_others(EARLY)`."""
     return {"EARLY": True, "launch_pdl": True} if early() else {"EARLY": False}
 
 

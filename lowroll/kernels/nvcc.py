@@ -61,8 +61,7 @@ def options(capability: tuple[int, int], macros: Mapping[str, str]) -> list[str]
 
 
 def library(source: Path, capability: tuple[int, int], macros: Mapping[str, str]) -> ctypes.CDLL:
-    """Return the shared library of a source. RuntimeError without nvcc; errors of
-    `build.library`."""
+    """Return the shared library of a source. RuntimeError without nvcc; else as `build.library`."""
     nvcc = compiler()
     if nvcc is None:
         raise RuntimeError(f"{source.name}: {NO_NVCC.why_not}")

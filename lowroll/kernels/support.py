@@ -1,7 +1,7 @@
 """The answer of `supports` functions: yes, or no with the reason.
 
-`supports` is about the operands of one call (device, dtype, shape), `supports_device` about
-capability and compiler. Answers are made once, so a check before every launch is cheap.
+`supports` is about the operands of one call, `supports_device` about capability and compiler.
+Answers are made once, so a check before every launch is cheap.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Support(int):
 
 
 YES = Support()
-no = cache(Support)  # the answer with that reason
+no = cache(Support)  # with that reason
 
 NO_CUDA = no("needs a CUDA device")
 NO_CPU = no("runs on a CPU")

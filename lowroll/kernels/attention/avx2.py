@@ -1,5 +1,5 @@
-"""Attention on a CPU: `avx2.cpp` for torch, float32, over the cache in place. A query's bits depend
-on the query and its keys alone.
+"""Attention on a CPU: `avx2.cpp` for torch, float32. A query's bits depend on the query and its
+keys alone.
 
 Legend: `kernels.attention`.
 """
@@ -77,7 +77,7 @@ def attend(
     scale: float,
 ) -> Tensor:
     """Return attention [T, H, d] of each query over the first `lengths_T` cached keys of its
-    sequence, with the bits of `decode`. All int32."""
+    sequence, with the bits of `decode`. Indices and lengths are int32."""
     return _run(q_THd, None, (keys_pPGd, values_pPGd), table_SN, sequences_T, lengths_T, scale)
 
 

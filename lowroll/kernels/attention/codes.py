@@ -4,9 +4,9 @@
     codes   q = e4m3(x / 2^e), to nearest, ties to even
     fine    of 16 channels of a key, r = e4m3(16 (x / 2^e - q)):  x ~ 2^e (q + r / 16)
 
-Codes times power-of-two scales are exact. A few channels of a key are far larger than the others
-(biases of hundreds in Qwen2.5) and dominate the error of a product; the second code cuts theirs to
-2^-8, that of bfloat16 (docs/log/kernels.md). Codes are the same on every device.
+Codes times scales are exact. A few channels of a key are far larger than the others (biases of
+hundreds in Qwen2.5) and dominate a product's error; the second code cuts theirs to bfloat16's 2^-8
+(docs/log/kernels.md). Codes are the same on every device.
 
 Legend: `kernels.attention`.
 """
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
-FINE = 16  # channels of a head, at most
-FINER = 16  # parts of a code's unit: the unit of fine codes
+FINE = 16  # most channels of a head
+FINER = 16  # fine units in one unit of a code
 LEAST = 127 - 60  # byte of the smallest scale
 # carries into the exponent where the mantissa is over that of 448 = 1.75 * 2^8
 CARRY = 0x1FFFFF
@@ -36,8 +36,7 @@ class Codes(NamedTuple):
 
 
 def encode(k_TGd: Tensor, v_TGd: Tensor, channels_GF: Tensor) -> Codes:
-    """Return the codes of keys and values. channels_GF: int64, each head's distinct fine
-    channels."""
+    """Encode keys and values. channels_GF: int64, each head's distinct fine channels."""
     k_TGd, v_TGd = k_TGd.float(), v_TGd.float()
     bytes_TG2 = torch.stack([_scale_bytes(k_TGd), _scale_bytes(v_TGd)], -1)
     inverse_TG2 = _power_of_two(254 - bytes_TG2)  # the byte e + 127 becomes -e + 127
@@ -55,8 +54,8 @@ def encode(k_TGd: Tensor, v_TGd: Tensor, channels_GF: Tensor) -> Codes:
 
 
 def _scale_bytes(x_TGd: Tensor) -> Tensor:
-    """Return the bytes e + 127, int32 [T, G]: amax's own exponent byte less 8, and one more where
-    its mantissa is over that of 448."""
+    """Return e + 127, int32 [T, G]: amax's exponent byte less 8, and one more above 448's
+    mantissa."""
     bits_TG = x_TGd.abs().amax(-1).view(torch.int32)
     return (((bits_TG + CARRY) >> 23) - 8).clamp(min=LEAST)
 

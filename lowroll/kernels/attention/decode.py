@@ -1,14 +1,14 @@
 """Decode attention over the paged cache, and writes of a prompt's keys and values.
 
 The H / G query heads of a key-value head are the rows of one product, so every key is read once.
-With few rows, a row's cached tokens are divided into `splits`, each with its own softmax, joined by
-their log-sum-exps (flash-decoding; online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867):
+With few rows, a row's cached tokens are divided into `splits`, joined by their log-sum-exps
+(flash-decoding; online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867):
 
     o = sum_s 2^(lse_s - max) o_s / sum_s 2^(lse_s - max).
 
 The first split starts with the new token and the layer's sinks (logits without a value); all splits
-read only older slots. The number of splits depends on rows and key-value heads alone, so a captured
-graph is right for every length.
+read only older slots. Their number depends on rows and key-value heads alone, so a captured graph
+is right for every length.
 
 Legend: `kernels.attention`; S splits.
 """
@@ -33,9 +33,8 @@ from lowroll.kernels.launch import (
     triton_supports,
 )
 
-PROGRAMS = (
-    132 * 3
-)  # three a multiprocessor of an H200; 64 rows of 4 key-value heads are faster unsplit
+# three a multiprocessor of an H200; 64 rows of 4 key-value heads are faster unsplit
+PROGRAMS = 132 * 3
 MAX_SPLITS = 64
 
 
@@ -113,8 +112,7 @@ def paged_decode(
 
 
 def split_outputs(out_BHd: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-    """Return float32 buffers for the splits' outputs and log-sum-exps; for a single split the
-    output itself."""
+    """Return float32 buffers for outputs and log-sum-exps; for one split the output itself."""
     if splits == 1:
         return out_BHd, out_BHd
     part_SBHd = out_BHd.new_empty((splits, *out_BHd.shape), dtype=torch.float32)
@@ -216,7 +214,7 @@ def _plain(
     k_BGLd, v_BGLd = (gather_pages(pages, table_BN) for pages in (keys_pPGd, values_pPGd))
     mask = allowed_BL[:, None, None]
     if sinks_H is not None:
-        # a sink is one more key and value of zeros, so the mask alone gives its score
+        # a sink is a key and value of zeros, so the mask alone gives its score
         k_BGLd, v_BGLd = (F.pad(x, (0, 0, 0, 1)) for x in (k_BGLd, v_BGLd))
         mask = _mask_with_sinks(mask, q_BGRd, sinks_H)
     o_BGRd = F.scaled_dot_product_attention(q_BGRd, k_BGLd, v_BGLd, attn_mask=mask, scale=scale)
@@ -225,8 +223,7 @@ def _plain(
 
 
 def _mask_with_sinks(allowed_B11L: Tensor, q_BGRd: Tensor, sinks_H: Tensor) -> Tensor:
-    """Return a mask to add to scores, [B, G, R, L + 1]: 0 or -inf for keys, then the head's
-    sink."""
+    """Return a mask to add, [B, G, R, L + 1]: 0 or -inf for keys, then the head's sink."""
     batch, kv_heads, group = q_BGRd.shape[:3]
     hidden_BGRL = ~allowed_B11L.expand(batch, kv_heads, group, -1)
     added_BGRL = q_BGRd.new_zeros(hidden_BGRL.shape).masked_fill_(hidden_BGRL, -torch.inf)
@@ -254,7 +251,7 @@ def _launch(rows: int, kv_heads: int, row_bytes: int) -> tuple[int, int, int, in
 
 
 def packed_heads(x_THd: Tensor) -> Tensor:
-    """Return x with the heads of a row contiguous, as kernels read them; rows may be strided."""
+    """Return x with the heads of a row contiguous; rows may be strided."""
     return x_THd if x_THd.stride()[1:] == (x_THd.shape[2], 1) else x_THd.contiguous()
 
 
@@ -280,8 +277,8 @@ def in_window(offs_n, length, WINDOW: tl.constexpr):
 
 @jit
 def split_share(cached, splits, BLOCK: tl.constexpr):
-    """Return the blocks of a split, and how many splits are active: the first, which has the new
-    token, always is."""
+    """Return the blocks of a split, and the number of active splits, at least 1 for the new
+    token."""
     blocks = tl.cdiv(cached, BLOCK)
     share = tl.maximum(tl.cdiv(blocks, splits), 1)
     return share, tl.maximum(tl.cdiv(blocks, share), 1)
@@ -317,7 +314,6 @@ def _write_head(ptr, x_d, in_d, D: tl.constexpr):
 
 @jit
 def _add_sinks(m_r, l_r, acc_rd, sinks_ptr, PER: tl.constexpr, R: tl.constexpr):
-    """Add sinks to a softmax's maximum, mass and sum of values."""
     offs_r = tl.arange(0, R)
     sink_r = tl.load(sinks_ptr + offs_r, mask=offs_r < PER, other=0.0)
     sink_r = sink_r.to(tl.float32) * 1.4426950408889634  # log2(e), as in `scale`
@@ -360,7 +356,7 @@ def _decode_kernel(
     let_others_start(EARLY)
     pid = tl.program_id(0)
     head, row, split = pid % G, (pid // G) % rows, pid // (G * rows)
-    # lengths, pages and their contents come from earlier steps, so they are read before the wait
+    # earlier steps wrote lengths and pages, so they are read before the wait
     length = tl.load(lengths_ptr + row)
     cached = length - 1
     hidden = hidden_keys(length, WINDOW, BLOCK)

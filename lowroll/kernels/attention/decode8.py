@@ -62,8 +62,7 @@ def paged_decode8(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
-    """Compute `decode.paged_decode` with codes. cache_pP: codes [p, P, G, ...]; channels_GF:
-    int64."""
+    """Compute `decode.paged_decode` with codes [p, P, G, ...]. channels_GF: int64."""
     if not triton_supports(q_BHd):
         return _plain(q_BHd, k_BGd, v_BGd, cache_pP, channels_GF, table_BN, lengths_B, scale)
     rows, heads, d = q_BHd.shape
@@ -165,8 +164,8 @@ def _power_of_two(byte):
 
 @jit
 def _rounded(x):
-    """Return the e4m3 number nearest to |x| <= 448, in float32: ties to even, small negatives to
-    -0. The interpreter's own cast rounds otherwise."""
+    """Round |x| <= 448 to e4m3, in float32: ties to even, small negatives to -0. The interpreter's
+    own cast rounds otherwise."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = tl.maximum((bits >> 23) & 255, 127 - 6)
     rounder = ((exponent + 20) << 23).to(tl.float32, bitcast=True) * 1.5
@@ -191,8 +190,8 @@ def _write_new_token(
     D: tl.constexpr,
     F: tl.constexpr,
 ):
-    """Write the token's codes of one head; return them unscaled (key [D], fine part [F], value [D])
-    and both scale bytes."""
+    """Write the token's codes; return them unscaled (key, fine part, value) and both scale
+    bytes."""
     offs_d = tl.arange(0, D)
     offs_f = tl.arange(0, F)
     in_d = offs_d < d

@@ -1,5 +1,5 @@
 """Decode attention for many rows: `paged.cu` for torch. A launch depends on rows, heads and the
-device alone: a captured graph is right for every length and sharing of pages.
+device alone.
 
 Legend: `kernels.attention`.
 """
@@ -40,8 +40,8 @@ class PagedAttentionArguments(ctypes.Structure):
 
 
 def supports(q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, keys_pPGd: Tensor) -> Support:
-    """Return whether the kernel takes these rows and this cache. It reads q in pieces of 4 bytes, k
-    and v in pieces of 16."""
+    """Return whether the kernel takes these operands. It reads q in pieces of 4 bytes, k and v in
+    pieces of 16."""
     rows, heads, d = q_BHd.shape
     page, kv_heads = keys_pPGd.shape[1:3]
     if not q_BHd.is_cuda:
@@ -87,7 +87,7 @@ def decode(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
-    """Compute `decode.paged_decode` where `supports` holds. RuntimeError when the launch fails."""
+    """Compute `decode.paged_decode`. RuntimeError when the launch fails."""
     return _decode(q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale)
 
 
@@ -101,7 +101,7 @@ def decode8(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
-    """Compute `decode8.paged_decode8` where `supports` holds."""
+    """Compute `decode8.paged_decode8`."""
     keys, values, fine, scales = cache_pP
     return _decode(
         q_BHd, k_BGd, v_BGd, keys, values, table_BN, lengths_B, scale, (fine, scales, channels_GF)
@@ -119,7 +119,7 @@ def _decode(
     scale: float,
     finer: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Launch the kernel. finer: second codes, scales and fine channels of an 8-bit cache."""
+    """Launch the kernel. finer: second codes, scales and fine channels."""
     (rows, heads, d), (page, kv_heads) = q_BHd.shape, keys_pPGd.shape[1:3]
     library_key = (d, q_BHd.dtype, finer is not None)
     library, device = _library(*library_key), q_BHd.device
@@ -153,7 +153,7 @@ def _decode(
 def _active_clusters(
     d: int, dtype: torch.dtype, codes: bool, device: torch.device, splits: int
 ) -> int:
-    """Return how many clusters of `splits` blocks the device runs at once; 0 if it has none."""
+    """Return how many clusters of `splits` blocks run at once; 0 without clusters."""
     library, active = _library(d, dtype, codes), ctypes.c_int()
     arguments = PagedAttentionArguments(rows=ROWS, kv_heads=1)
     error = library.paged_decode(ctypes.byref(arguments), splits, ctypes.byref(active), None)

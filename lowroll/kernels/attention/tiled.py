@@ -5,10 +5,10 @@ keys.
     joined in order, from the first on:        m' = max(m, m_s)
                                                l' = l 2^(m - m') + l_s 2^(m_s - m'),  o' likewise
 
-(Milakov and Gimelshein 2018.) Shares begin at multiples of SHARE, so decoding, a chunked prompt and
-a learner's packed sequence use the same tiles and order. Tiles that a query cannot see add zeros. A
-product with ones sums the weights, as the tensor cores' order does not depend on other rows. For
-few decoded rows, each share has its own program, and a second launch joins them.
+(Milakov and Gimelshein 2018.) Shares begin at multiples of SHARE, so decoding, chunked prompts and
+packed sequences use the same tiles and order. Tiles that a query cannot see add zeros. A product
+with ones sums the weights in an order that other rows do not change. For few decoded rows, each
+share has its own program, and a second launch joins them.
 
 Legend: `kernels.attention`; I tiles of queries, L joined shares.
 """
@@ -33,7 +33,7 @@ from lowroll.kernels.launch import (
 )
 from lowroll.kernels.support import YES, Support, cuda_supports, no
 
-# products of 16 and of 128 rows use different instructions, which were compared on this chip alone
+# products of 16 and of 128 rows use different instructions, compared on this chip alone
 CAPABILITY = (9, 0)
 SHARE = 256  # keys
 WIDEST = 256  # numbers of a head
@@ -41,9 +41,9 @@ PROGRAMS = 132 * 2  # of decoding: two a multiprocessor of an H200
 
 
 class QueryTiles(NamedTuple):
-    """Tiles of neighbouring queries of a sequence, int32 [I] each: first token, number (0 is none),
-    keys before the first one's own, and the origin of the keys: a row of the page table, or the
-    first packed key."""
+    """Tiles of neighbouring queries, int32 [I] each: first token, number (0 is none), keys before
+    the first query's own, and the origin of the keys: a row of the page table, or the first packed
+    key."""
 
     first_I: Tensor
     count_I: Tensor
@@ -75,8 +75,8 @@ class Shape(NamedTuple):
 
 
 def choose(d: int, size: int, decoded: bool) -> Shape:
-    """Choose the shape for heads of d numbers of `size` bytes, as measured on an H200. A tile's
-    keys determine bits, so they depend on nothing else."""
+    """Choose the shape for heads of d numbers of `size` bytes (measured on an H200). A tile's keys
+    determine bits, so they depend on nothing else."""
     width = max(16, block(d)) * size
     keys = min(128, max(32, 2**15 // width))
     if INTERPRETED:  # numpy's order depends on the shape of a product
@@ -94,8 +94,8 @@ def queries_of(heads: int, kv_heads: int, d: int, size: int) -> int:
 def tile(
     lengths_S: Tensor, before_S: Tensor, origin_S: Tensor, queries: int, most: int
 ) -> QueryTiles:
-    """Cut packed sequences into tiles of up to `queries` tokens, without a wait for the device.
-    Return `most` tiles, the last ones empty; `most` has to be enough. All int32.
+    """Cut packed sequences into `most` tiles of up to `queries` tokens, without a wait for the
+    device; `most` has to be enough, and the last tiles are empty. All int32.
 
     lengths_S: query tokens. before_S: keys before the first query. origin_S: as in `QueryTiles`.
     """
@@ -419,7 +419,7 @@ def _decode_kernel(
     EARLY: tl.constexpr,
 ):
     """Attend for one key-value head of one row over some shares. The program of the last share
-    writes the new key and value to their slot and reads them there."""
+    writes the new key and value, and reads them from their slot."""
     after_others(EARLY)
     pid = tl.program_id(0)
     head, row, program = pid % G, (pid // G) % rows, pid // (G * rows)

@@ -1,4 +1,4 @@
-"""The product with a matrix of plain numbers, `kernels.matmul.ordered`, with gradients.
+"""`kernels.matmul.ordered` with gradients.
 
 Legend: T tokens, K in features, N out features.
 """
@@ -19,7 +19,7 @@ def linear(
     bias_N: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return x times the transpose of the weight, plus bias. Differentiable."""
+    """Return x w^T + bias. Differentiable."""
     y_TN = _Product.apply(x_TK, weight_NK, bias_N, dtype)
     assert isinstance(y_TN, Tensor)
     return y_TN

@@ -45,7 +45,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor | QuantizedRows]:
     """Compute `kernels.fused.norm.add_rms_norm`; on a CPU float32 without `rows`."""
     if triton_supports(x_TD):
-        # a kernel that also rounds may sum squares in another order, depending on what it stores
+        # a kernel that also rounds may sum squares in another order
         sum_TD, normed = norm.add_rms_norm(x_TD, update_TD, weight_D, eps)
         assert isinstance(normed, Tensor)
         return sum_TD, normed if rows is None else quantize_rows(normed, rows)

@@ -1,5 +1,4 @@
-"""One token of the gated delta rule a row, on a CPU: `delta_step.cpp` for torch, in float32. Plain
-torch passes over the states eleven times, and copies them from their slots and back.
+"""One token of the gated delta rule a row, on a CPU: `delta_step.cpp` for torch, in float32.
 
 Legend: `model.recurrence`; N slots.
 """
@@ -44,8 +43,8 @@ def delta_step(
     state_NHkv: Tensor,
     slots_B: Tensor,
 ) -> Tensor:
-    """Compute `recurrence.delta_step` of the states in different slots, in place. Return outputs
-    [B, H, v], in v's dtype."""
+    """Compute `recurrence.delta_step` of states in different slots, in place. Return outputs [B, H,
+    v] in v's dtype."""
     rows, heads, keys = q_BHk.shape
     inputs = [
         x.float().contiguous() for x in (q_BHk, k_BHk, v_BHv, decay_BH.float().exp(), beta_BH)

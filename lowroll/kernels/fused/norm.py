@@ -45,7 +45,7 @@ from lowroll.kernels.quantize.rows import (
 )
 from lowroll.kernels.support import needs_gradient
 
-# the most programs of the backward pass for rows of WIDTH features; shorter rows take more
+# the most programs of the backward pass for WIDTH features; shorter rows take more
 PROGRAMS = 512
 WIDTH = 4096
 
@@ -58,10 +58,8 @@ def add_rms_norm(
     rows: str | None = None,
 ) -> tuple[Tensor, Tensor | QuantizedRows]:
     """Return (x + update, its norm): the first in x's dtype (x itself without update), the second
-    dense or as codes of a kind in `rows.KINDS`.
-
-    Differentiable when update is a tensor and rows None.
-    """
+    dense or as codes of a kind in `rows.KINDS`. Differentiable when update is a tensor and rows
+    None."""
     if not triton_supports(x_TD) or x_TD.numel() == 0:
         return _plain(x_TD, update, weight_D, eps, rows)
     if not needs_gradient(x_TD, update, weight_D):
@@ -88,7 +86,7 @@ def _plain(
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Compute RMSNorm in plain torch, with statistics in float32."""
+    """Compute RMSNorm in plain torch."""
     if x.dtype == weight_D.dtype == torch.float32:
         return F.rms_norm(x, weight_D.shape, weight_D, eps)
     return (F.rms_norm(x.float(), weight_D.shape, None, eps) * weight_D.float()).to(x.dtype)
@@ -102,7 +100,7 @@ def _forward(
     rows: str | None,
     keep: bool,
 ) -> tuple[Tensor, Any, Tensor | None]:
-    """Return (sum, normed, 1 / rms [T] float32 if `keep`)."""
+    """Return (sum, normed, 1 / rms [T] if `keep`)."""
     num_tokens, size = x_TD.shape
     x_TD = x_TD.contiguous()
     sum_TD = x_TD

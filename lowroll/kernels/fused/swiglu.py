@@ -43,7 +43,7 @@ STAYS = 16 << 20  # bytes of a result that the L2 cache keeps
 
 
 def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | QuantizedRows:
-    """Return silu(gate) * up [T, F], dense or as codes (a kind of `rows.KINDS`). Differentiable
+    """Return silu(gate) * up [T, F], dense or as codes of a kind in `rows.KINDS`. Differentiable
     when gate_up is a tensor and rows None."""
     sums = gate_up.sums_MN if isinstance(gate_up, Product) else gate_up
     if not triton_supports(sums) or sums.numel() == 0:
@@ -84,7 +84,7 @@ class _ClampedSwiglu(torch.autograd.Function):
         passed_TF = grad_TF.float() * sigmoid_TF
         up_grad_TF.copy_(passed_TF * clamped_TF).masked_fill_(up_TF.abs() > limit, 0)
         passed_TF *= up_TF.float().clamp(-limit, limit).add_(1)
-        # s + c ds/dc = s (1 + alpha c (1 - s)), of which s is in `passed` already
+        # s + c ds/dc = s (1 + alpha c (1 - s)), with s in `passed`
         passed_TF *= sigmoid_TF.neg_().add_(1).mul_(clamped_TF).mul_(alpha).add_(1)
         gate_grad_TF.copy_(passed_TF).masked_fill_(gate_TF > limit, 0)
         return grads_TG, None, None
@@ -125,7 +125,7 @@ def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
     )
     if rows is None:
         return y_TF
-    # a row's scale needs the whole row: codes take a second launch
+    # a row's scale needs the whole row
     codes = empty_rows(y_TF, (num_tokens, size), rows)
     encode_rows_kernel[grid](
         y_TF,
@@ -176,7 +176,7 @@ class _SiluMul(torch.autograd.Function):
 
 
 def silu_mul_backward(gate_up: Tensor, y_grad_TF: Tensor, y_TF: Tensor | None = None) -> Tensor:
-    """Return the gradient of gate_up, on a device; fill `y_TF`, if given, with silu(gate) * up."""
+    """Return the gradient of gate_up; fill `y_TF`, if given, with silu(gate) * up."""
     gate_up = parts(gate_up)[0]
     num_tokens, size = y_grad_TF.shape
     grad = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
@@ -244,7 +244,6 @@ def _silu_mul_codes_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Encode a row, held in registers until its largest magnitude is known."""
     after_others(EARLY)
     t = tl.program_id(0).to(tl.int64)
     row_pieces, bits = tl.tuple([]), tl.zeros((BLOCK,), tl.int32)

@@ -16,7 +16,7 @@ from lowroll.kernels.launch import block, jit, tl, triton_supports
 
 def best_and_last(score_BGN: Tensor, lengths_B: Tensor, kept: int, window: int) -> Tensor:
     """Return ascending indices int64 [..., B, G, kept]: each row's last `window` keys, and the best
-    scores [..., B, G, N] before them. A row has at least `kept` keys, and no NaN."""
+    scores [..., B, G, N] before them. A row has at least `kept` keys and no NaN."""
     if triton_supports(score_BGN):
         return _launch(score_BGN.contiguous(), lengths_B, kept, window)
     n_N = torch.arange(score_BGN.shape[-1], device=score_BGN.device)
@@ -50,8 +50,7 @@ def _launch(score_BGN: Tensor, lengths_B: Tensor, kept: int, window: int) -> Ten
 
 @jit
 def _load_ranks(score_ptr, n_N, length, window):
-    """Return scores as ordered 32-bit integers: last keys above all others, those beyond the row's
-    end below."""
+    """Return scores as ordered integers: the window's keys highest, those beyond the row lowest."""
     is_old_N = n_N < length - window
     score_N = tl.load(score_ptr + n_N, mask=is_old_N, other=0.0)
     score_N = tl.where(score_N == 0, 0.0, score_N)  # both zeros are one score
@@ -77,7 +76,7 @@ def _choose_kernel(
     length = tl.load(lengths_ptr + (pid // G) % rows)
     score_ptr += pid.to(tl.int64) * widest
     kept_ptr += pid.to(tl.int64) * kept
-    least = tl.zeros([], tl.int64)  # the rank of the last key that stays
+    least = tl.zeros([], tl.int64)  # rank of the last key that stays
     for bit in range(32):
         candidate = least + (tl.full([], 1, tl.int64) << (31 - bit))
         count = 0

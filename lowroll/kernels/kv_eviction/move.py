@@ -1,12 +1,11 @@
 """The move of the keys that stay: in place within the pages, for all layers at once.
 
 A program moves one KV head of one row in one buffer, some keys at a time, all read before the first
-is written. No key is overwritten unread. Let s be the position, in keys, of the first target page
-in the row's own table. Key k moves from i_k to s + k (or to a new page). Indices ascend, so i_k - k
-never falls: before some k' keys move up, i_k < s + k; from k' on they move down or stay. Those
-before k' go last to first: unread keys lie below i_k < s + k. Those from k' on go first to last:
-unread keys lie above i_k >= s + k. The ranges do not meet, as the first reads and writes below s +
-k', the second not.
+is written. No key is overwritten unread. Let s be the position of the first target page in the
+row's own table. Key k moves from i_k to s + k (or to a new page). Indices ascend, so i_k - k never
+falls: before some k' keys move up, i_k < s + k; from k' on they move down or stay. Those before k'
+go last to first: unread keys lie below s + k. Those from k' on go first to last: unread keys lie
+above s + k. The first range reads and writes below s + k', the second does not.
 
 Legend: `kernels.kv_eviction`.
 """

@@ -1,15 +1,15 @@
 """A cache policy's scores of each key, for all layers at once, from the pages.
 
 Definitions and plain torch: `kv.policy.snapkv` (importance I), `kv.policy.rkv` (redundancy R). The
-cosines C exist only in tiles, as exact products of 16-bit keys on tensor cores, over norms in
-float32. C is symmetric, so a column's sum is that of its row, less the fix for duplicates:
+cosines C exist only in tiles, as exact products of 16-bit keys over norms in float32. C is
+symmetric, so a column's sum is that of its row, less the fix for duplicates:
 
     sum_i, newest_i, C of the newest     one pass of tiles, by row
     S_j = sum_j - sum over i with newest_i = j of C_ij
     R   = softmax of S / n
 
-A program is one KV head of one row of one layer (and one tile), so a row's numbers do not depend on
-its batch.
+A program has one KV head of one row of one layer (and one tile), so a row's numbers do not depend
+on its batch.
 
 Legend: `kernels.kv_eviction`; Q query heads of a group.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from lowroll.kernels.launch import block, jit, tl, triton, triton_supports
 from lowroll.kernels.support import Support, no
 
-DUPLICATE = 0.5  # cosine over which two keys are duplicates
+DUPLICATE = 0.5  # least cosine of duplicates
 EPS = 1e-8  # added to a key's norm
 QUERIES = 128  # of a program: window times group, each padded to a power of two
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -220,7 +220,7 @@ def load_keys(
 
 @jit
 def _logits(q_rd, k_nd, n_N, old, scale, PER: tl.constexpr, AP: tl.constexpr, QP: tl.constexpr):
-    """Return the largest logit over a group's heads, for each query of the window [AP, N]."""
+    """Return each query's largest logit over a group's heads [AP, N]."""
     s_rn = tl.dot(q_rd, tl.trans(k_nd), input_precision="ieee")
     is_head_r = tl.arange(0, AP * QP) % QP < PER
     s_rn = tl.where(is_head_r[:, None], s_rn, float("-inf"))
@@ -317,7 +317,7 @@ def _newest_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the sums of ROWS rows i of C, their newest duplicates j (-1: none), and C_ij."""
+    """Compute sums of rows i of C, newest duplicates j (-1: none), and C_ij."""
     pid, first_row = tl.program_id(0) // tiles, tl.program_id(0) % tiles * ROWS
     head, row, layer = pid % G, (pid // G) % rows, pid // (G * rows)
     length = tl.load(lengths_ptr + row)

@@ -1,7 +1,5 @@
 """Products of few rows: every program streams some channels past all rows.
 
-    y[m, n] = (sum_k x[m, k] w[n, k]) * row[m] * column[n] + bias[n]
-
 Reading the weights bounds a small decode step, so a program reads whole rows of them, 16 bytes a
 thread, and multiplies on CUDA cores: int8 by `dp4a`, e4m3 and bfloat16 as float32.
 
@@ -87,7 +85,7 @@ def _launch(
 
 
 def schedule(num_rows: int, num_out: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Return channels of a program, weights of a channel read at a time, and warps (H200)."""
+    """Return channels of a program, weights of a channel in a step, and warps (H200)."""
     if dtype == torch.int8:
         return (4, 2048, 4) if num_rows == 1 else (4, 1024, 2)
     if dtype == torch.float8_e4m3fn:
@@ -170,8 +168,8 @@ def _gemv_kernel(
     DP4A: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Multiply for one program. x and w: K int32 words of four codes a row, or e4m3 or bfloat16,
-    EACH in 16 bytes. The first weights are read before the wait."""
+    """Multiply for one program. x, w: K int32 words of four codes a row, or e4m3 or bfloat16, EACH
+    in 16 bytes. The first weights are read before the wait."""
     n, offs_k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     w_ptrs = w + tl.where(n < N, n, 0).to(tl.int64)[:, None] * K + offs_k[None, :]
     codes = _load_codes(w_ptrs, offs_k, K, EVEN)

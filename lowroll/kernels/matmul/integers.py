@@ -1,12 +1,9 @@
-"""int8 rows times int8 weights with int32 sums, in Triton.
+"""int8 rows times int8 weights with int32 sums, in Triton (`kernels.matmul.w8a8`).
 
-    y[m, n] = (sum_k x[m, k] w[n, k]) * column[n] * row[m] + bias[n]
-
-Integer sums are exact, so results do not depend on tiles, splits or the batch. Weights are the left
+Sums are exact, so results do not depend on tiles, splits or the batch. Weights are the left
 operand: Hopper's matrix instruction takes at least 64 rows of the left and as few as 8 of the
-right. Tiles of an incomplete last wave are split along K, and the last program to finish such a
-tile adds the parts. Hopper's copy engine fetches tiles where addresses and rows are multiples of 16
-bytes.
+right. Tiles of an incomplete last wave are split along K; the last program to finish such a tile
+adds the parts.
 
 Legend: `kernels.matmul`.
 """
@@ -24,7 +21,7 @@ from lowroll.kernels.quantize.rows import QuantizedRows
 from lowroll.kernels.support import YES, Support, cuda_supports
 
 MULTIPROCESSORS = 132  # of an H100 or H200; tiles are chosen for them, whatever the device
-MOST_TURNS = 1 << 12  # counters, one a tile that is split along K
+MOST_TURNS = 1 << 12  # counters, one a split tile
 CAPTURED = -1
 
 
@@ -120,8 +117,8 @@ def _turns(device: torch.device) -> Tensor:
 
 
 class Tile(NamedTuple):
-    """Size of a tile, a step along K, loads in flight, warps, programs a multiprocessor runs at
-    once, and whether the copy engine fetches."""
+    """Size of a tile, loads in flight, warps, programs a multiprocessor runs at once, and whether
+    the copy engine fetches."""
 
     rows: int
     columns: int
@@ -133,9 +130,8 @@ class Tile(NamedTuple):
 
 
 def choose(num_rows: int, num_out: int, num_in: int) -> Tile:
-    """Choose the tile by these sizes alone, as measured on an H200 (docs/LOG.md): small tiles while
-    all run at once; larger, split ones along a long K. The copy engine fills in missing rows
-    slowly, so a large matrix with a partial last tile goes without."""
+    """Choose the tile by these sizes alone, as measured on an H200 (docs/LOG.md). The copy engine
+    fills in missing rows slowly, so a large matrix with a partial last tile goes without."""
 
     def tiles(rows: int, columns: int) -> int:
         return -(-num_rows // rows) * -(-num_out // columns)
@@ -165,7 +161,7 @@ def choose(num_rows: int, num_out: int, num_in: int) -> Tile:
 
 
 def registers(tile: Tile) -> int:
-    """Return the registers of a thread with which the tile's programs fit on a multiprocessor."""
+    """Return the registers of a thread that let the tile's programs fit on a multiprocessor."""
     return min(255, 65536 // (32 * tile.warps * tile.blocks) // 8 * 8)
 
 
@@ -210,7 +206,7 @@ def _integers_kernel(
         if tile >= whole:
             tile, part, count = whole + (tile - whole) // splits, (tile - whole) % splits, splits
     tiles_m, tiles_n = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
-    band_start = tile // (8 * tiles_n) * 8  # bands of 8 tiles of rows
+    band_start = tile // (8 * tiles_n) * 8
     band_height = tl.minimum(tiles_m - band_start, 8)
     m_first = (band_start + tile % (8 * tiles_n) % band_height) * ROWS
     n_first = tile % (8 * tiles_n) // band_height * COLUMNS

@@ -26,7 +26,7 @@ from lowroll.kernels.matmul import w8a8_onednn
 from lowroll.kernels.support import NO_CPU, NO_GRADIENT, Support, needs_gradient, no
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-MOST = 127.0 * 65536  # of a number over its step, so that a, b and c are bytes
+MOST = 127.0 * 65536  # a number over its step, so that a, b and c are bytes
 LEAST = 1 << 18  # weights of a matrix
 AT_ONCE = 1024  # rows, which bounds the memory
 

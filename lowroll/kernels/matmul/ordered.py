@@ -1,7 +1,7 @@
 """y = x W^T in float32 on a CPU by sums of fixed order: `ordered.cpp` for torch.
 
-    s_j = fma over k = j, j + 16, j + 32, ...       j: 16 lanes; zeros follow behind K
-    y[m, n] = tree(s_0 .. s_15) + bias[n]           lanes j and j + 8 first, then j + 4, j + 2, j + 1
+    s_j = fma over k = j, j + 16, j + 32, ...    j: 16 lanes; zeros follow behind K
+    y[m, n] = tree(s_0 .. s_15) + bias[n]        lanes j and j + 8 first, then 4, 2 and 1 apart
 
 BLAS picks the order by rows, alignment and threads. Here y[m, n] depends on x[m, :], w[n, :] and
 bias[n] alone, with AVX2 and with AVX-512. `Compact` rows of w hold the same floats in fewer bytes,
@@ -10,8 +10,7 @@ whose reading bounds a product of few rows.
     bfloat16    [K]
     blocks      int8 [K], and float32 scales [K / 32]: q s
     nibbles     4-bit integers [K / 2], and float32 [K / 32, 2], scale and minimum: q s + m,
-                rounded twice; of a group's 16 bytes, i has integer i in its low half, i + 16 in
-                its high half
+                rounded twice; byte i of a group holds integers i (low half) and i + 16
 
 Legend: `kernels.matmul`.
 """
@@ -36,7 +35,7 @@ from lowroll.kernels.support import Support
 SOURCE = Path(__file__).with_suffix(".cpp")
 DEEPEST = 64  # K of a product that may go across
 FLOATS, BFLOAT16, BLOCKS, NIBBLES = range(4)  # kinds of the rows of w
-GROUP = 32  # whole numbers that share a scale
+GROUP = 32  # integers that share a scale
 AT_ONCE = 1024  # rows converted at a time; most matrices fail at the first
 
 
@@ -49,8 +48,8 @@ class OrderedArguments(ctypes.Structure):
 
 
 class Compact(NamedTuple):
-    """A float32 matrix [N, K] in fewer bytes; K is a multiple of GROUP. rows: bfloat16 [N, K], or
-    bytes [N, -1] of integers and behind them their scales."""
+    """A float32 matrix [N, K] in fewer bytes; GROUP divides K. rows: bfloat16 [N, K], or bytes [N,
+    -1] of integers, then scales."""
 
     kind: int
     rows: Tensor
@@ -75,7 +74,7 @@ def goes_across(M: int, N: int, K: int) -> bool:
 
 
 def compact(w_NK: Tensor) -> Compact | None:
-    """Return the same numbers in the fewest bytes, bit for bit; None where that is float32.
+    """Return the same numbers, bit for bit, in the fewest bytes; None where that is float32.
     Training in bfloat16 and GGUF's Q8_0 give compact matrices."""
     if w_NK.shape[1] % GROUP:
         return None
@@ -116,13 +115,12 @@ def _blocks(w_NK: Tensor) -> Tensor:
 
 
 def blocks(codes_NK: Tensor, scale_NG: Tensor) -> Compact:
-    """Return the matrix q s of int8 q, with a float32 scale for GROUP of them."""
+    """Return the matrix q s of int8 q, with a float32 scale a GROUP."""
     return Compact(BLOCKS, torch.cat([codes_NK, scale_NG.view(torch.int8)], dim=1))
 
 
 def nibbles(codes_NK: Tensor, scale_NG: Tensor, low_NG: Tensor) -> Compact:
-    """Return the matrix q s + m of uint8 q in 0 .. 15, with a float32 scale and minimum for GROUP
-    of them."""
+    """Return the matrix q s + m of uint8 q in 0 .. 15, with a float32 scale and minimum a GROUP."""
     low_NGS, high_NGS = codes_NK.unflatten(1, (-1, 2, GROUP // 2)).unbind(2)
     codes_NB = (high_NGS << 4 | low_NGS).flatten(1)
     scales_NB = torch.stack([scale_NG, low_NG], dim=-1).flatten(1).view(torch.uint8)
@@ -143,7 +141,7 @@ def compact_product(x_MK: Tensor, w: Compact, bias_N: Tensor | None = None) -> T
 def _run(
     x_MK: Tensor, rows: Tensor, stride: int, bias_N: Tensor | None, across: bool, kind: int
 ) -> Tensor:
-    """Call the library. stride: of w's rows, in floats, or in bytes where they are compact."""
+    """Call the library. stride: of w's rows, in floats, or in bytes if compact."""
     (M, K), N = x_MK.shape, len(rows)
     x_MK = contiguous_rows(x_MK)
     bias_N = None if bias_N is None else bias_N.contiguous()

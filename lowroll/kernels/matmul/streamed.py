@@ -1,7 +1,7 @@
 """y = x W^T for few rows of x: `streamed.cu` for torch, over a QTensor's storages.
 
-Each format's library has kernels for up to 8, 16, 32, 64, 96 and 128 rows; more rows take several
-passes. Other rows do not change a row's product.
+Each format has kernels for up to 8, 16, 32, 64, 96 and 128 rows; more rows take several passes.
+Other rows do not change a row's product.
 
 Blocks share a device's workspace (34 MiB on an H200), so its products belong on one stream at a
 time, and the first, which allocates it, not in a CUDA graph's capture.
@@ -36,7 +36,7 @@ SOURCE = Path(__file__).with_name("streamed.cu")
 FORMATS = {"nvfp4": 0, "mxfp4": 1, "int4": 2, "int4_asym": 3, "bf16": 4}
 MULTIPLE = {"bf16": 32}  # of K; 128 for the others
 CAPABILITY = (9, 0)  # or later
-PARTIAL = 2 * 256 * 128  # floats of the workspace for a multiprocessor: two tiles
+PARTIAL = 2 * 256 * 128  # floats of a multiprocessor in the workspace: two tiles
 TILES = 1 << 16  # counters of the workspace
 
 
@@ -78,7 +78,7 @@ def supports(kind: str, x_MK: Tensor, shape: tuple[int, int]) -> Support:
 
 
 def broad_supports(kind: str, shape: tuple[int, int], device: torch.device) -> Support:
-    """Return whether a matrix fits `broad.cuh`, which takes tiles of up to 128 rows."""
+    """Return whether a matrix fits `broad.cuh`, whose tiles have up to 128 rows."""
     if kind == "bf16":
         return no("takes 4-bit weights")
     if shape[0] % 8 or shape[1] % (256 if kind == "nvfp4" else 512):
@@ -88,7 +88,7 @@ def broad_supports(kind: str, shape: tuple[int, int], device: torch.device) -> S
 
 def workspace_supports(num_rows: int, num_out: int) -> bool:
     """Return whether the workspace has enough counters: one for 64 rows of 128 channels. Partial
-    sums always fit: a multiprocessor works on at most two tiles."""
+    sums always fit."""
     return -(-num_rows // 64) * 2 * -(-num_out // 256) <= TILES
 
 

@@ -1,13 +1,13 @@
-"""y = x W' in Triton by sums of fixed order: `kernels.matmul.ordered` for CUDA.
+"""y = x W^T in Triton by sums of fixed order: `kernels.matmul.ordered` for CUDA.
 
     parts of PART features each (of a matrix with more than NARROW columns: all of K)
-    a part's sum: 16 features after 16, from its first on, in float32
+    a part's sum: 16 features after 16, in float32
     y[m, n] = the parts, from the first on, + bias[n] + added[m, n]
 
 Parts depend on the matrix alone, and the tensor cores add 16 products at once whatever the tile, so
 the order is the same for any number of rows (checked on an H200; docs/LOG.md). If tiles are few,
-parts have their own programs and a second launch joins them. 32-bit numbers are multiplied without
-tensor cores.
+parts have their own programs and a second launch joins them. 32-bit numbers do without tensor
+cores.
 
 Legend: `kernels.matmul`; P parts.
 """
@@ -21,14 +21,14 @@ from torch import Tensor
 
 from lowroll.kernels.launch import after_others, block, contiguous_rows, early_start, jit, tl
 
-MULTIPROCESSORS = 132  # of an H100 or H200; tiles are chosen for them, whatever the device
-NARROW = 256  # columns of a narrow matrix, such as LoRA's down projection
+MULTIPROCESSORS = 132  # of an H100 or H200
+NARROW = 256  # columns, such as LoRA's down projection
 PART = 1024
 JOINED = 1024  # results of a program that joins parts
 
 
 class Schedule(NamedTuple):
-    """Size of a tile, the features of a step along K, loads in flight and warps."""
+    """Size of a tile, loads in flight and warps."""
 
     rows: int
     columns: int
@@ -143,12 +143,12 @@ def _product_kernel(
     after_others(EARLY)
     tile = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
-    band_start = tile // (8 * tiles_n) * 8  # bands of 8 tiles of rows
+    band_start = tile // (8 * tiles_n) * 8
     band_height = tl.minimum(tiles_m - band_start, 8)
     m = (band_start + tile % (8 * tiles_n) % band_height) * ROWS + tl.arange(0, ROWS)
     n = tile % (8 * tiles_n) // band_height * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
-    # rows and channels beyond the last are read from the first ones and never written
+    # beyond the last, the first ones are read and never written
     x_ptrs = x + (m % M).to(tl.int64)[:, None] * x_stride + depth[None, :]
     w_ptrs = w + (n % N).to(tl.int64)[:, None] * w_stride + depth[None, :]
     if parts is not None:

@@ -25,7 +25,7 @@ from lowroll.kernels.support import NO_CUDA, YES, Support, no
 
 BLOCK = {"nvfp4": 16, "mxfp4": 32, "int4": 128, "int4_asym": 128}
 WORDS = 1024  # of 8 codes, a program of the dequantizer
-# rows beyond which dequantizing and cuBLAS take less time
+# rows beyond which dequantizing and cuBLAS are faster
 BROAD_ROWS = 256  # with tiles for many rows
 STREAM_ROWS = 128  # without
 
@@ -51,8 +51,7 @@ def linear(
     shape: tuple[int, int],
     bias_N: Tensor | None = None,
 ) -> Tensor:
-    """Return y_MN in bf16 of a 4-bit matrix [N, K], with fp32 sums. Errors as of
-    `streamed.linear`."""
+    """Return y_MN in bf16 with fp32 sums. Errors as of `streamed.linear`."""
     if x_MK.shape[0] <= stream_rows(kind, shape, x_MK.device):
         return streamed.linear(kind, tensors, x_MK, shape[0], bias_N)
     if bias_N is not None:
@@ -77,7 +76,7 @@ def supports_dequantize(
 def dequantize(
     kind: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
-    """Return the matrix [N, K] in `dtype`. Where `supports_dequantize`."""
+    """Return the matrix in `dtype`. Where `supports_dequantize`."""
     words = tensors["weight_packed"].view(torch.int32)
     w_NK = torch.empty(shape, dtype=dtype, device=words.device)
     global_ = tensors.get("weight_global_scale")

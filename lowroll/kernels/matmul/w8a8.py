@@ -2,10 +2,10 @@
 
     y[m, n] = (sum_k x[m, k] w[n, k]) * row[m] * column[n] + bias[n]
 
-On CUDA few rows go to `gemv`, more int8 rows to `integers`, e4m3 to `torch._scaled_mm`, whose own
-scaling is up to twice slower (docs/LOG.md) below `WIDE` rows: the next kernel then applies the
-scales, to sums rounded once more. Beyond, sums of up to `SHORT` features use `use_fast_accum`: a
-tenth faster, with a loss below bfloat16's rounding. Gradients always use it.
+On CUDA few rows go to `gemv`, more int8 rows to `integers`, e4m3 to `torch._scaled_mm`. Up to
+`WIDE` rows the next kernel applies its scales, as `_scaled_mm` is up to twice slower with them
+(docs/LOG.md), to sums rounded once more. Beyond, sums of up to `SHORT` features, and of gradients
+always, take `use_fast_accum`: a tenth faster, with a loss below bfloat16's rounding.
 
 Legend: `kernels.matmul`.
 """

@@ -30,13 +30,13 @@ def pack(codes_NK: Tensor, scale_N: Tensor) -> Packed:
 
 
 def multiply(codes_MK: Tensor, packed: Packed) -> Tensor:
-    """Return float32 sums [M, N], times the weights' scales."""
+    """Return float32 sums [M, N] times the weights' scales."""
     unsigned_MK = codes_MK.view(torch.uint8).bitwise_xor(128)  # codes + 128, by the sign bit
     return _multiply(unsigned_MK, packed, 1.0)
 
 
 def multiply_digits(digits: Sequence[Tensor], packed: Packed) -> Tensor:
-    """Return float32 sums [M, N] of base-256 digits, highest first: signed bytes, each plus 128."""
+    """Return float32 sums [M, N] of base-256 digits, highest first: signed bytes plus 128."""
     weight, scale_N, zero_N = packed
     places = [float(256**power) for power in reversed(range(len(digits)))]
     sums_MN = _multiply(digits[0], packed, places[0])

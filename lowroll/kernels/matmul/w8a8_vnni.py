@@ -1,11 +1,8 @@
 """int8 rows times int8 weights on a CPU with AVX-512 VNNI: `w8a8_vnni.cpp` for torch, from float32
 to float32 in one call.
 
-    y[m, n] = (sum_k x^[m, k] w[n, k]) * scale[n] * row[m] + bias[n]
-    x^, row: `kernels.quantize.rows`
-
-Bits are those of `quantize_rows` and `w8a8_onednn`: sums are exact, and later operations round
-each. It takes a third to nine tenths of oneDNN's time, whose calls are slow for few rows
+Bits are those of `quantize_rows` and `w8a8_onednn`: sums are exact, and each later operation
+rounds. It takes a third to nine tenths of oneDNN's time, whose calls are slow for few rows
 (docs/LOG.md).
 
 Legend: `kernels.matmul`.
@@ -44,7 +41,7 @@ class VnniArguments(ctypes.Structure):
 
 
 class Packed(NamedTuple):
-    codes: Tensor  # uint8 [tiles, K / 4, TILE, 4], each with 128 added
+    codes: Tensor  # uint8 [tiles, K / 4, TILE, 4], plus 128
     scale_N: Tensor
 
 
@@ -75,10 +72,10 @@ def supports(x_MK: Tensor) -> bool:
 
 
 def pack(codes_NK: Tensor, scale_N: Tensor) -> Packed:
-    """Return codes and scales in the kernel's layout; the last tile is padded."""
+    """Return codes and scales in the kernel's layout, padded to whole tiles."""
     num_out, num_in = codes_NK.shape
     codes_NK = F.pad(codes_NK, (0, 0, 0, -num_out % TILE))
-    tiles = codes_NK.view(torch.uint8).bitwise_xor(128)  # codes + 128, by the sign bit
+    tiles = codes_NK.view(torch.uint8).bitwise_xor(128)  # codes + 128
     tiles = tiles.view(-1, TILE, num_in // 4, 4).transpose(1, 2).contiguous()
     return Packed(tiles, scale_N.flatten().contiguous())
 

@@ -5,15 +5,14 @@
 `product` and `outer` serve the learner in floating point. `experts` and `multiply` serve the
 engine: matrices stay in their stored format.
 
-    dense     the weights' floating point, sums in float32
-    w8a8      int8 or e4m3 codes on both sides, (sum_k q_x q_w) s_x s_w
+    dense     floating point, sums in float32
+    w8a8      int8 or e4m3 codes on both sides
     nvfp4     e2m1 codes, an e4m3 scale for 16 weights, over a global scale of matrix or row
     mxfp4     e2m1 codes, a power of two for 32 weights
     int4      codes for n - 8, a scale for 128 weights (bfloat16 in Triton's kernel)
 
-Other formats are dequantized, with activations rounded as their product rounds them
-(`Stack.rounded`). For few rows an expert, `routed` streams 4-bit codes. The grid covers the worst
-case of routing.
+Other formats are dequantized; `Stack.rounded` rounds their activations. For few rows an expert,
+`routed` streams 4-bit codes. The grid covers the worst case of routing.
 
 Legend: `kernels.moe`.
 """
@@ -95,7 +94,7 @@ def supports(stack: Stack, dtype: torch.dtype) -> Support:
 
 
 def _operand(x_MK: Tensor, stack: Stack) -> tuple[Tensor, Tensor | None]:
-    if stack.packed:  # the features of the first code of all blocks, then of the second, ...
+    if stack.packed:  # first codes of all blocks, then second ones, ...
         return x_MK.view(len(x_MK), -1, stack.block).transpose(1, 2).contiguous(), None
     if stack.kind == "dense":
         return (x_MK if stack.rounded is None else stack.rounded(x_MK)).contiguous(), None
@@ -152,7 +151,7 @@ def _launch(
     scale = stack.scale_N1
     if stack.kind == "nvfp4" and scale is not None:
         scale = scale.view(torch.uint8)
-    active = min(slots, num_experts)  # experts that have places, at most
+    active = min(slots, num_experts)  # the most experts that have places
     max_tiles = (slots + active * (tiling.places - 1)) // tiling.places
     per_expert = -(-channels // tile_channels)
     _multiply_kernel[(max_tiles * per_expert,)](
@@ -217,7 +216,7 @@ def outer(y_PN: Tensor, x_PK: Tensor, groups: Groups) -> Tensor:
 
 
 def grouped_mm_supports(a: Tensor, b: Tensor) -> Support:
-    """Return whether torch has a grouped product for these."""
+    """Return whether torch's grouped product takes these."""
     if not a.is_cuda:
         return NO_CUDA
     if not a.dtype == b.dtype == torch.bfloat16:
@@ -229,7 +228,7 @@ def grouped_mm_supports(a: Tensor, b: Tensor) -> Support:
 
 @cache
 def grouped_mm_supports_device(device: torch.device) -> Support:
-    """Return whether torch's grouped product on this device handles experts without rows."""
+    """Return whether torch's grouped product handles experts without rows on this device."""
     if not (support := cuda_supports(device)):
         return support
     generator = torch.Generator().manual_seed(0)
@@ -264,11 +263,11 @@ def grouped_mm_supports_device(device: torch.device) -> Support:
 # Features of rows come in that order: [block, K / block] (`Stack.block`).
 #
 # A nibble s|ee|m of e2m1, moved to the bits s<<15 | eem<<6, is a bfloat16 of value * 2^-126. The
-# scale of its block makes up for it, and one packed multiplication decodes two weights.
+# scale makes up for it, and one packed multiplication decodes two weights.
 
-# $8, $9: a word of row a and one of row b. $10: their scales as packed bfloat16. $0 .. $7: nibble i
-# of a and of b, from the low end, times their scales, as packed bfloat16. One multiplication makes
-# n << 12 | n << 6 of a nibble n alone in its half of a register.
+# $8, $9: words of rows a and b; $10: their scales as packed bfloat16. $0 .. $7: nibble i of a and
+# of b, from the low end, times their scales, as packed bfloat16. One multiplication makes n << 12 |
+# n << 6 of a nibble n alone in its half of a register.
 _E2M1 = constexpr("""
 {
     .reg .b32 p, q, t;
@@ -332,8 +331,7 @@ def _locate_tile(ends_ptr, tile, slots, num_experts, BLOCK_E: tl.constexpr, BLOC
 
 @jit
 def _decode_words(words, scales, KIND: tl.constexpr, PTX: tl.constexpr):
-    """Return eight bfloat16 (interpreter: float32) tensors: nibble i of every word, times its
-    scale."""
+    """Return nibbles i of every word times its scale, for i = 0 .. 7."""
     if PTX:
         return tl.inline_asm_elementwise(
             _INT4 if KIND == "int4" else _E2M1,
@@ -476,7 +474,7 @@ def _add_product(
         if w_nk.dtype == tl.int8:
             sums_np = tl.dot(w_nk, x_kp, sums_np, out_dtype=tl.int32)
         elif w_nk.dtype == tl.float8e4nv:
-            # the sums of a step are rounded coarsely; sums over steps must not be
+            # a step's sums are rounded coarsely; sums over steps must not be
             sums_np = tl.dot(w_nk, x_kp, sums_np, max_num_imprecise_acc=BLOCK_K)
         else:
             sums_np = tl.dot(w_nk, x_kp, sums_np, input_precision="ieee")
@@ -524,13 +522,13 @@ def _multiply_kernel(
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Compute y = w[e] x for some places and channels of an expert, found in `ends`.
+    """Compute y = w[e] x for some places and channels of an expert.
 
     xs: a scale a row. ws: a scale a channel or block. g: nvfp4's global scale, or one a channel. x
-    lies at the token, slot / CHOICES, or at the place if CHOICES is 0. y lies at the place, or at
-    the slot with TO_SLOTS. SWIGLU: a matrix has `channels` gates, then as many ups; LIMIT: as in
+    lies at the token, slot / CHOICES, or at the place if CHOICES is 0; y at the place, or at the
+    slot with TO_SLOTS. SWIGLU: a matrix has `channels` gates, then as many ups. LIMIT: of
     `clamped_swiglu`. bias: one a channel of each expert. BLOCKED: y is written in the order of
-    packed codes with blocks of that size.
+    packed codes.
     """
     after_others(EARLY)
     height: tl.constexpr = BLOCK_N // 2 if SWIGLU else BLOCK_N  # channels of y in a tile

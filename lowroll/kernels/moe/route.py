@@ -4,12 +4,11 @@
     chosen: the S largest logits, of equal ones the lower expert
     g = p of the chosen, over their sum if asked for
 
-or by sigmoids (`scores`). Slot = token * S + choice. A place is a slot's index once slots are
-sorted by expert, then by slot. The device alone knows how many places an expert has, and nothing
-waits for it. Logits are float32 sums of unrounded numbers, so that other orders of sums choose
-alike but for near-ties.
+or by sigmoids (`scores`). The device alone knows how many places an expert has, and nothing waits
+for it. Logits are float32 sums of unrounded numbers, so that other orders of sums choose alike but
+for near-ties.
 
-Legend: `kernels.moe`.
+Legend: `kernels.moe`; slots and places: `kernels`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from lowroll.kernels.launch import after_others, block, early_start, jit, tl, tr
 from lowroll.kernels.moe.scores import Routing, keep_best_groups, rank, weigh
 
 PARTS = 8  # shares of the sum over features
-MOST_SLOTS = 1 << 14  # that the sorting kernel takes: each expert's program reads all of them
+MOST_SLOTS = 1 << 14  # of the sorting kernel: each expert's program reads all of them
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Groups:
 
     slot_P: Tensor
     place_P: Tensor
-    ends_E: Tensor  # int32: one past the last place of each expert
+    ends_E: Tensor  # int32: one past each expert's last place
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
@@ -109,7 +108,7 @@ class _Choose(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         weights_TS, experts_TS = _choose(x_TD, router_ED, routing)
         ctx.save_for_backward(x_TD, router_ED, bias_E, experts_TS)
-        ctx.routing = replace(routing, bias_E=None)  # which is saved above
+        ctx.routing = replace(routing, bias_E=None)  # saved above
         ctx.mark_non_differentiable(experts_TS)
         return weights_TS, experts_TS
 
@@ -343,8 +342,7 @@ def _choose_kernel(
     BLOCK_S: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Choose for one token. slot_ptr: sort its slots too, as the only ones. correction_ptr: scores
-    are sigmoids."""
+    """Choose for one token. slot_ptr: sort its slots too. correction_ptr: scores are sigmoids."""
     after_others(EARLY)
     token = tl.program_id(0).to(tl.int64)
     offs_e, offs_s = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_S)
@@ -374,7 +372,7 @@ def _choose_kernel(
     weights_s, experts_s = tl.zeros((BLOCK_S,), tl.float32), tl.zeros((BLOCK_S,), tl.int32)
     for s in tl.static_range(CHOICES):
         best = tl.max(remaining_e, 0)
-        # the first of the largest; where there is a NaN, the last expert
+        # the first of the largest; with a NaN, the last expert
         expert = tl.min(tl.where(remaining_e == best, offs_e, BLOCK_E), 0)
         expert = tl.minimum(expert, num_experts - 1)
         if correction_ptr is None:
@@ -469,7 +467,7 @@ def _spread_kernel(
     CHOICES: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Compute the gradient of `_combine_kernel` at one place: of y and of its weight."""
+    """Compute the gradient of y and of the weight at one place."""
     place = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + place)
     weight, total = tl.load(weights_ptr + slot), 0.0

@@ -28,8 +28,7 @@ MEMORY = 226 * 1024  # bytes of a block's shared memory, without its places
 
 
 class RoutedTiling(NamedTuple):
-    """Places of a tile in eights, stages of a warp's ring, warps of a block, and warps that share
-    channels."""
+    """Places of a tile in eights, stages of a warp's ring, warps, and warps that share channels."""
 
     eights: int
     stages: int
@@ -107,8 +106,8 @@ def multiply(
     """Return [P, N] in bfloat16. x lies at the token slot / choices, or at the place if choices is
     0.
 
-    swiglu: a matrix has N gates, then as many ups. to_slots: y lies at the slot, not the place.
-    RuntimeError when the launch fails.
+    swiglu: a matrix has N gates, then as many ups. to_slots: y lies at the slot. RuntimeError when
+    the launch fails.
     """
     library = _library(stack.kind, torch.cuda.get_device_capability(x.device))
     slots = len(groups.slot_P)

@@ -87,7 +87,7 @@ def keep_best_groups(
     BLOCK_E: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """Keep the best groups' scores of one token, as `rank` does. size: experts of a group."""
+    """Compute `rank` for one token. size: experts of a group."""
     offs_g = tl.arange(0, BLOCK_G)
     scores_g = tl.full((BLOCK_G,), float("-inf"), tl.float32)
     for group in tl.static_range(GROUPS):

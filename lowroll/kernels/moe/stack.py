@@ -30,7 +30,7 @@ class Stack:
 
     @property
     def block(self) -> int:
-        """Return how many features are adjacent in the order of packed codes (`grouped`)."""
+        """Return how many features are adjacent in packed order (`grouped`)."""
         if not self.packed:
             return 0
         return 32 if self.kind == "mxfp4" else 16

@@ -37,7 +37,7 @@ def supports(x: Tensor) -> Support:
 
 
 def rotate(x: Tensor, width: int) -> Tensor:
-    """Return x [..., K] rotated in blocks of `width` features: 4, 16, 64 or 256, which divide K."""
+    """Return x [..., K] rotated in blocks of 4, 16, 64 or 256 features."""
     x = x.contiguous()
     rotated = torch.empty_like(x)
     _run(x, rotated, None, None, width)
@@ -45,7 +45,7 @@ def rotate(x: Tensor, width: int) -> Tensor:
 
 
 def quantize(x_MK: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return int8 codes [M, K] and scales [M, 1] of rows, rotated first unless `width` is 1."""
+    """Return int8 codes [M, K] and scales [M, 1], rotated first unless `width` is 1."""
     x_MK = x_MK.contiguous()
     codes_MK = torch.empty(x_MK.shape, dtype=torch.int8)
     scale_M1 = torch.empty(x_MK.shape[0], 1)

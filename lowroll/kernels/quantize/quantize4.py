@@ -131,7 +131,7 @@ def _quantize4_kernel(
         inverse = tl.where(exponent < 254, (254 - exponent) << 23, 1 << 22).to(
             tl.float32, bitcast=True
         )
-        code = _encode_e2m1(x * inverse[:, None])  # of a power of two: exact, as the division is
+        code = _encode_e2m1(x * inverse[:, None])  # a power of two: exact, as the division is
         tl.store(scales + group, exponent.to(tl.uint8), mask=group < num_groups)
     elif KIND == 3:
         scale = _nonzero(tl.div_rn(tl.max(tl.abs(x), axis=1), 7.5))

@@ -14,14 +14,14 @@ from lowroll.kernels.quantize.rotation import rotated
 from lowroll.kernels.quantize.rows import ROTATED, encoding, magnitude
 
 LONGEST = 4096  # weights that a program holds in registers
-# a transpose's tile, of 128-byte pieces, and rows of a program that finds magnitudes
+# a transpose's tile, of 128-byte pieces, and rows a program searches for magnitudes
 ROWS, COLUMNS, MANY = 128, 64, 512
 TYPES = ("int8", ROTATED, "fp8")
 
 
 def quantize_rows_into(w_NK: Tensor, codes_NK: Tensor, scale_N1: Tensor, kind: str) -> None:
     """Write codes and float32 scales of a matrix, where `launch.triton_supports`. A row with a NaN
-    or an infinity gets a scale that is not finite. ValueError for a kind not in `TYPES`."""
+    or an infinity gets a non-finite scale. ValueError for a kind not in `TYPES`."""
     _require(kind)
     w_NK, (num_rows, num_in) = w_NK.contiguous(), w_NK.shape
     width, keywords = min(block(num_in), LONGEST), encoding(kind, num_in)
@@ -40,8 +40,7 @@ def quantize_rows_into(w_NK: Tensor, codes_NK: Tensor, scale_N1: Tensor, kind: s
 
 
 def quantize_columns_into(w_NK: Tensor, codes_KN: Tensor, scale_K1: Tensor, kind: str) -> None:
-    """Compute `quantize_rows_into` of the transpose of a row-major matrix. kind: "int8" or
-    "fp8"."""
+    """Compute `quantize_rows_into` of the transpose. kind: "int8" or "fp8"."""
     _require(kind, ("int8", "fp8"))
     num_rows, num_columns = w_NK.shape
     amax_K = torch.zeros(num_columns, dtype=torch.int32, device=w_NK.device)

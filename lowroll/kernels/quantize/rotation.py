@@ -19,7 +19,7 @@ from lowroll.kernels.launch import jit, tl, triton, triton_supports
 from lowroll.kernels.quantize import avx2
 from lowroll.kernels.support import needs_gradient
 
-WIDEST = 256  # as many as a warp holds of a row in 16 bits, eight in each thread
+WIDEST = 256  # a warp holds a row of so many 16-bit numbers, eight a thread
 PIECE = 2048  # numbers that a program rotates
 
 
@@ -69,8 +69,8 @@ def _rotate_kernel(x, y, size, WIDTH: tl.constexpr, PIECE: tl.constexpr):
 
 @jit
 def rotated(y, WIDTH: tl.constexpr):
-    """Rotate a float32 row in registers; WIDTH divides its length. Exchange within a warp takes a
-    fifth of the time of shared memory (H100)."""
+    """Rotate a float32 row in registers. Exchange within a warp takes a fifth of the time of shared
+    memory (H100)."""
     SIZE: tl.constexpr = y.shape[0]
     if WIDTH == 4:
         y = tl.reshape(_four(tl.reshape(y, (SIZE // 4, 4)), SIZE // 4), (SIZE,)) * 0.5

@@ -4,7 +4,7 @@
     Product    y[m, n] = sums[m, n] * row[m] * column[n] + bias[n]
 
 The next kernel applies the scales, since a product with unit scales is faster (docs/LOG.md). y is
-rounded once to the activations' dtype. Codes equal those of `quant.int8` and `quant.fp8`:
+rounded once. Codes equal those of `quant.int8` and `quant.fp8`:
 
     int8    scale = amax / 127
             codes = round(x * (127 / max(amax, 1e-30))), half to even
@@ -12,8 +12,8 @@ rounded once to the activations' dtype. Codes equal those of `quant.int8` and `q
             codes = e4m3(clamp(x / scale, -448, 448))
 
 "int8_rotated" rotates the row first (`kernels.quantize.rotation`), for a rotated weight. "gradient"
-is fp8 for gradients of activations, which are as small as the loss: its scale has no floor but
-2^-100, which keeps its reciprocal finite.
+is fp8 for gradients of activations, which are as small as the loss: its floor of 2^-100 only keeps
+the scale's reciprocal finite.
 
 Legend: `kernels.quantize`.
 """
@@ -47,11 +47,8 @@ SMALLEST_GRADIENT_SCALE = 2.0**-100
 KINDS = {"int8": torch.int8, "int8_rotated": torch.int8, "fp8": E4M3, "gradient": E4M3}
 ROTATED = "int8_rotated"
 
-LONG, MANY, PIECE = (
-    8192,
-    512,
-    4096,
-)  # features of a row, and rows, from which it is read in pieces
+# a row of more than LONG features is read in pieces if there are at least MANY rows
+LONG, MANY, PIECE = 8192, 512, 4096
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ class Product:
     sums_MN: Tensor  # bfloat16, float32 or int32
     row_M1: Tensor | None = None  # float32
     column_N: Tensor | None = None  # float32, [N] or [N, 1]
-    bias_N: Tensor | None = None  # float32 or the dtype of the model
+    bias_N: Tensor | None = None  # float32 or the model's dtype
     dtype: torch.dtype = torch.bfloat16  # of y
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -128,14 +125,14 @@ def require(kind: str) -> None:
 
 
 def encoding(kind: str | None, size: int) -> dict[str, Any]:
-    """Return a kernel's keywords for rows of `size` features. A WIDTH of 1 is no rotation."""
+    """Return a kernel's keywords for rows of `size` features."""
     if kind == ROTATED:
         return {"KIND": "int8", "WIDTH": width(size)}
     return {"KIND": kind or "", "WIDTH": 1}
 
 
 def empty_rows(like: Tensor, shape: tuple[int, int], kind: str) -> QuantizedRows:
-    """Return uninitialised codes and scales, with the device and dtype of `like`."""
+    """Return uninitialised rows with the device and dtype of `like`."""
     require(kind)
     codes_MK = torch.empty(shape, dtype=KINDS[kind], device=like.device)
     scale_M1 = torch.empty(shape[0], 1, dtype=torch.float32, device=like.device)
@@ -222,7 +219,7 @@ def store_codes(y, amax, at, live, KIND: tl.constexpr):
 
 @jit
 def store_rows(y, codes, scale, m, size, n, live, KIND: tl.constexpr):
-    """Quantize the float32 row y (0 where not live) and store codes[m, :] and scale[m]."""
+    """Quantize the float32 row y, 0 where not live, and store its codes and scale."""
     amax = tl.max(magnitude(y), axis=0).to(tl.float32, bitcast=True)
     tl.store(scale + m, step_of(amax, KIND))
     store_codes(y, amax, codes + m * size + n, live, KIND)

@@ -7,14 +7,13 @@ scores the lower id wins; a logit of -inf never does. With the same noise, two d
 total variation d draw different tokens with a probability of at most 2 d / (1 + d); replays and
 drafts rely on that.
 
-On CUDA one kernel reads each tile of the vocabulary once (`tiles`), another filters (`filters`),
-and the last compares winners and sums masses in float64. If filters drop a tile's winner, its score
-bounds the tile, which is read again only if the bound reaches the best remaining winner. A row's
-bits are the same in every batch. Devices' logarithms differ in last bits, so tokens may differ
-where two scores are within 1e-5.
+On CUDA one kernel reads each tile of the vocabulary once (`tiles`), another filters, and the last
+compares winners and sums masses in float64. If filters drop a tile's winner, the tile is read again
+only if that score reaches the best remaining winner. A row's bits are the same in every batch.
+Devices' logarithms differ in last bits, so tokens may differ where scores are within 1e-5.
 
-Greedy rows take the argmax and the log-prob at temperature 1. A row without a distribution (NaN or
-+inf logits, or nothing but -inf) gets token 0 and log-prob NaN.
+Greedy rows take the argmax and the log-prob at temperature 1. A row without a distribution (NaN,
++inf, or nothing but -inf) gets token 0 and log-prob NaN.
 
 Legend: `kernels.sampling`.
 """
@@ -38,7 +37,7 @@ from lowroll.kernels.sampling.tiles import (
 )
 from lowroll.kernels.sampling.token_logprobs import log_prob
 
-NOISE_ROWS = 16  # noise rows that plain torch makes at a time
+NOISE_ROWS = 16  # noise rows that plain torch makes at once
 
 
 def draw(
@@ -51,8 +50,8 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """Draw one token a row: ids int64 [B] and log-probs float32 [B].
 
-    logits_BV: rows contiguous or expanded (stride 0), left unchanged. keys_B, positions_B: int64,
-    the noise. temperature_B: float32 (None is 1). greedy_B: bool (None is all False).
+    logits_BV: rows contiguous or expanded, left unchanged. keys_B, positions_B: int64, the noise.
+    temperature_B: float32 (None is 1). greedy_B: bool (None is all False).
     """
     if not triton_supports(logits_BV):
         return _plain(logits_BV, keys_B, positions_B, temperature_B, greedy_B, filters)
@@ -132,8 +131,8 @@ def distribution(
     greedy_B: Tensor | None,
     filters: Filters | None,
 ) -> Tensor:
-    """Return the log-probs, float32 [B, V], that `draw` draws from (greedy: records); -inf where
-    filters drop."""
+    """Return the log-probs, float32 [B, V], that `draw` draws from, or records for greedy rows;
+    -inf where filters drop."""
     return torch.log_softmax(_scale_and_filter(logits_BV, temperature_B, greedy_B, filters), dim=-1)
 
 

@@ -9,11 +9,10 @@ A row's logits x are ordered by size, equal ones by lower id. In turn,
 so a threshold describes the result: x > floor, and of those equal to it ids up to `last`. Logits
 are ordered before the division by T, whose rounding could make unequal ones equal.
 
-On CUDA one program a row reads only blocks that can hold the threshold, by the maxima and masses of
-`tiles`. The k-th largest block maximum is at most the k-th largest logit. Logits below max + T
-log((1 - p) mass / ids) have less than 1 - p of the mass; the blocks' masses raise this bound.
-Passes over blocks above the bound divide the interval by four until at most NEAR numbers are left,
-which are searched in registers (`search`).
+On CUDA one program a row reads only blocks that can hold the threshold. The k-th largest block
+maximum is at most the k-th largest logit. Logits below max + T log((1 - p) mass / ids) have less
+than 1 - p of the mass; the blocks' masses raise this bound. Passes over blocks above it divide the
+interval by four until at most NEAR numbers are left, which are searched in registers (`search`).
 
 Legend: `kernels.sampling`; L blocks of a row, R rows with filters.
 """
@@ -282,7 +281,7 @@ def _find_floor(
         low = _top_k_bound(peaks_ptr, blocks, num_ids, TILES * EACH)
         count = list_blocks(list_ptr, peaks_ptr, blocks, low, TILES * EACH)
         target = num_ids.to(tl.float64)
-        if low == LOWEST:  # fewer blocks than k, or fewer that are not -inf
+        if low == LOWEST:  # too few blocks that are not -inf
             num_live, _, _, _, _, _, _, low, _ = weigh(
                 logits_ptr, list_ptr, count, low, peak, peak, peak, float("inf"), floor, last,
                 factor, shift, tokens, True, GROUP, BLOCK,

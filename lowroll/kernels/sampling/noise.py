@@ -30,7 +30,8 @@ _NATIVE = constexpr(not INTERPRETED)
 
 
 def gumbel(keys_B: Tensor, positions_B: Tensor, tokens: int) -> Tensor:
-    """Return the noise of each row's first `tokens` ids, float32 [B, V]. Both int64."""
+    """Return the noise of each row's first `tokens` ids, float32 [B, V]. keys_B, positions_B:
+    int64."""
     counters = -(-tokens // IDS) * COUNTERS
     c_C = torch.arange(counters, device=keys_B.device)
     low_B1, high_B1 = (positions_B & _WORD)[:, None], (positions_B >> 32 & _WORD)[:, None]
@@ -46,14 +47,14 @@ def philox4x32(counter_4X: Tensor, key_2X: Tensor) -> Tensor:
     """Return the Philox4x32-10 words [4, ...] of each counter; keys broadcast. All int64 in [0,
     2^32).
 
-    For few launches, both halves of a round are one operation and constants are made on the device.
+    For few launches, a round's halves are one operation and constants are made on the device.
     """
     lane_2X = torch.arange(2, device=counter_4X.device).view(2, *[1] * (counter_4X.ndim - 1))
     multiplier_2X = lane_2X * (0xCD9E8D57 - 0xD2511F53) + 0xD2511F53
     weyl_2X = lane_2X * (0xBB67AE85 - 0x9E3779B9) + 0x9E3779B9
     multiplied_2X, other_2X = counter_4X[0::2], counter_4X[1::2]
     for round_index in range(10):
-        # modulo 2^64: the sign bit is bit 63 of the product
+        # modulo 2^64: the sign bit is bit 63
         product_2X = multiplied_2X * multiplier_2X
         high_2X, low_2X = (product_2X >> 32) & _WORD, product_2X & _WORD
         multiplied_2X = high_2X.flip(0) ^ other_2X ^ ((key_2X + round_index * weyl_2X) & _WORD)
@@ -112,7 +113,7 @@ def best_of(
     FILTERED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Return a tile's best score, in units of log(2), and the first id that has it, within floor
-    and last. A greedy row's scores are its logits."""
+    and last. Greedy scores are the logits."""
     counter_n = tile * (TILE // 4) + tl.arange(0, TILE // 4)
     words = words_of(key, position, counter_n)
     first_id_n = counter_n // 256 * 1024 + counter_n % 256

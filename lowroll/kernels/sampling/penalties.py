@@ -1,10 +1,8 @@
 """Repetition penalty and bans by marks on the device: a byte for each slot and token id.
 
-    SEEN   is in the prompt or response: a penalty divides a positive logit and multiplies a
+    SEEN   in the prompt or response: a penalty divides a positive logit and multiplies a
            negative one (Keskar et al. 2019, arXiv:1909.05858)
-    STOPS  would end the sample: its logit is -inf at positions before `banned_until`
-
-Rows that use neither read no marks.
+    STOPS  ends the sample: the logit is -inf at positions before `banned_until`
 
 Legend: `kernels.sampling`; S slots.
 """

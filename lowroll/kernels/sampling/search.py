@@ -1,8 +1,8 @@
 """A search for the threshold of a row's filters, in Triton, by one program a row.
 
-A list of blocks is read GROUP at a time. Numbers that stay so far (x > floor, and of those equal to
-it ids up to `last`) weigh 1, or their mass exp2(x * factor - shift). The threshold is the largest
-number that reaches the target weight together with those above it.
+Numbers that stay so far (x > floor, and of those equal to it ids up to `last`) weigh 1, or their
+mass exp2(x * factor - shift). The threshold is the largest number that reaches the target weight
+together with those above it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def value_of(key):
 
 @jit
 def reaching(key_n, weight_n, live_n, target):
-    """Return the largest live key that reaches the target weight with those above it, or the
+    """Return the largest live key that reaches the target weight with those above it, else the
     smallest."""
     low = tl.min(tl.where(live_n, key_n, 2147483647), 0)
     high = tl.max(tl.where(live_n, key_n, -2147483648), 0)
-    # bits from the first in which two can differ, of keys without a sign
+    # bits of unsigned keys from the first in which two can differ
     sign_bit = tl.full([], 0x80000000, tl.uint32)
     unsigned_n = key_n.to(tl.uint32, bitcast=True) ^ sign_bit
     prefix = high.to(tl.uint32, bitcast=True) ^ sign_bit
@@ -100,8 +100,8 @@ def weigh(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return counts from `low` and each pivot on, weights from each pivot on, and smallest and
-    largest of [low, high)."""
+    """Return counts and weights from `low` and the pivots on, and smallest and largest of [low,
+    high)."""
     n0 = tl.zeros([GROUP, BLOCK], tl.float32)
     n1, n2, n3, w1, w2, w3 = n0, n0, n0, n0, n0, n0
     bottom_gn = n0 + float("inf")
@@ -268,8 +268,8 @@ def search(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return floor and last id of the fewest remaining numbers whose weight reaches the target.
-    low: a lower bound of the floor."""
+    """Return floor and last id of the fewest numbers whose weight reaches the target. low: at most
+    the floor."""
     high = value_of(key_of(peak) + 1)
     above = target.to(tl.float32) * 0.0
     num_gathered = count * 0
@@ -326,7 +326,7 @@ def mass_of(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the mass of what stays in the listed blocks, and store that of each block."""
+    """Return the mass of what stays in the listed blocks, and store each block's."""
     total = shift * 0.0
     for start in range(0, count, GROUP):
         _, x_gn = _read(logits_ptr, list_ptr, start, count, floor, last, tokens, GROUP, BLOCK)

@@ -22,9 +22,9 @@ WARPS = 4
 
 
 class TileScores(NamedTuple):
-    """Scores of tiles, float32 but winner_BC, and of blocks. winner_BC: int32, the id of best_BC;
-    both None without noise. peaks_BL, parts_BL: each block's maximum (-inf beyond the vocabulary)
-    and part of the tile's mass; None unless asked for."""
+    """Scores of tiles and blocks, float32. winner_BC: int32, the id of best_BC; both None without
+    noise. peaks_BL, parts_BL: each block's maximum (-inf beyond the vocabulary) and part of the
+    tile's mass; None unless asked for."""
 
     largest_BC: Tensor
     mass_BC: Tensor
@@ -119,8 +119,8 @@ def is_distribution(largest, total):
     )
 
 
-# The compiler picks a row's layout, and so the order of sums, by the stride, which is 0 for an
-# expanded row: it must not specialize on it.
+# The compiler picks a layout, and so the order of sums, by the stride, which is 0 for an expanded
+# row.
 @jit(do_not_specialize=["stride"])
 def _masses_kernel(
     logits_ptr,

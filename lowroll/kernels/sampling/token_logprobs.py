@@ -13,7 +13,7 @@ from lowroll.kernels.sampling.tiles import WARPS, row_of, tiles_of
 
 
 def log_probs(logits_BV: Tensor, targets_B: Tensor, temperature: float) -> Tensor:
-    """Return the log-prob of each target under softmax(logits / temperature), float32 [B]. Rows are
+    """Return each target's log-prob under softmax(logits / temperature), float32 [B]. Rows are
     contiguous."""
     if not triton_supports(logits_BV):
         logp_BV = torch.log_softmax(logits_BV.float() / temperature, dim=-1)

@@ -46,8 +46,8 @@ class Tensors:
         lows: Sequence[Tensor | None],
         decays: Sequence[float],
     ) -> None:
-        """Raise ValueError unless tensors are float32 and contiguous, and copies of one dtype and
-        their sizes."""
+        """Raise ValueError unless tensors are float32 and contiguous, and copies match them in size
+        and share a dtype."""
         for x in (*masters, *firsts, *seconds):
             _check(x, torch.float32)
         for master, low in zip(masters, lows, strict=True):
@@ -73,8 +73,8 @@ class Tensors:
         self.start = (torch.arange(sum(blocks), device=self.device) - first_blocks) * BLOCK
 
     def addresses(self, gradients: Sequence[Tensor]) -> Addresses:
-        """Return the launch's table, without a wait. gradients: one a tensor, in order, all float32
-        or all of the copies' dtype, else ValueError."""
+        """Return the launch's table, without a wait. gradients: in order, all float32 or all of the
+        copies' dtype, else ValueError."""
         gradients = [aligned(gradient) for gradient in gradients]
         if {g.dtype for g in gradients} not in ({torch.float32}, {self.low_dtype}):
             raise ValueError(
@@ -100,8 +100,8 @@ class Tensors:
         eps: float,
         t: int,
     ) -> Tensor:
-        """Apply update number t (from 1) in place; return sum s^2, a float64 scalar on the device.
-        clip: a float32 scalar on the device."""
+        """Apply update t (from 1) in place; return sum s^2, a float64 scalar on the device. clip: a
+        float32 scalar on the device."""
         moved = torch.empty(len(self.tensor), dtype=torch.float32, device=self.device)
         names = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
         _adamw_kernel[(len(self.tensor),)](
@@ -160,8 +160,8 @@ def _adamw_kernel(
     LOW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Update one block of one tensor. A table entry: addresses of p, g, m, v and low, and the size.
-    new1, new2: 1 - beta, which float32's beta2 of 0.999 gives to five digits only."""
+    """Update one block. A table entry: addresses of p, g, m, v and low, and the size. new1, new2: 1
+    - beta, which float32's beta2 of 0.999 gives to five digits only."""
     block = tl.program_id(0)
     i, start = tl.load(tensor_ptr + block), tl.multiple_of(tl.load(start_ptr + block), BLOCK)
     entry_ptr = table_ptr + i.to(tl.int64) * COLUMNS

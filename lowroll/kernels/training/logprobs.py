@@ -1,4 +1,4 @@
-"""Log-prob of a target, entropy, and the gradient of the log-prob, from a block of logits.
+"""Log-prob of a target, its gradient, and the entropy, from a block of logits.
 
 With z = logits / temperature and y the target of a row,
 

@@ -35,8 +35,8 @@ def supports(rank: int, dtype: torch.dtype) -> Support:
 
 @dataclass(frozen=True)
 class Update:
-    """The update low @ b' that gate_up lacks. Of low, the first `rank` columns are the gate's, the
-    last are up's."""
+    """The update low @ b' that gate_up lacks; low's first `rank` columns are the gate's, its last
+    are up's."""
 
     low_TL: Tensor
     b_NL: Tensor
@@ -53,7 +53,7 @@ class Update:
 
 def silu_mul_adapted(gate_up_TN: Tensor, low_TL: Tensor, b_NL: Tensor, rank: int) -> Tensor:
     """Return silu(gate) * up [T, F] of gate_up + low @ b'. Differentiable in gate_up, with the
-    gradient of the sum."""
+    sum's gradient."""
     if (
         not triton_supports(gate_up_TN)
         or gate_up_TN.numel() == 0
@@ -111,7 +111,7 @@ def _backward(
     y_grad_TF: Tensor,
     y_TF: Tensor | None = None,
 ) -> Tensor:
-    """Return the gradient of gate_up + low @ b'; fill `y_TF`, if given, with the result again."""
+    """Return the gradient of gate_up + low @ b'; fill `y_TF`, if given, with the result."""
     num_tokens, size = y_grad_TF.shape
     grad_TN = torch.empty_like(gate_up_TN)
     _silu_mul_adapted_backward_kernel[_grid(num_tokens, size)](
