@@ -5,8 +5,8 @@ with. A launch depends on shapes alone, allocates only its outputs and never wai
 so CUDA graphs can capture it. No float is added atomically, so results repeat bit for bit. CPU
 kernels leave small inputs to torch.
 
-`supports` functions say whether a kernel can run (`support`); `dispatch` lists kernels by product.
-A file holds its entry function first, plain torch next, and Triton kernels last.
+`supports` functions say whether a kernel can run (`support`). A file holds its entry function
+first, plain torch next, and Triton kernels last.
 
 Terms:
 
@@ -17,5 +17,4 @@ Terms:
     slot      moe/: one choice of one token, token * S + choice
               attention/: a token of the cache, page * P + offset
     place     moe/: the index of a slot once slots are sorted by expert, then by slot
-    early     said of a kernel that starts before its predecessor ends (`launch`)
 """

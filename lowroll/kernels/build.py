@@ -1,9 +1,8 @@
 """Compilation of this package's sources on first use, called through ctypes.
 
-A library is stored in `$XDG_CACHE_HOME/lowroll/kernels` (or `~/.cache/lowroll/kernels`, mode 0700)
-under the digest of its source, headers, compiler and options. It is renamed once built, so
-concurrent builds are safe. Sources include no torch headers: a build takes seconds and fits every
-torch.
+A library is stored in `$XDG_CACHE_HOME/lowroll/kernels` (or `~/.cache/lowroll/kernels`) under the
+digest of its source, headers, compiler and options. It is renamed once built, so concurrent builds
+are safe. Sources include no torch headers: a build takes seconds and fits every torch.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     checksum   sum_i mix(w_i) (2 i + 1)  mod 2^64     w_i: 8-byte words, zeros after the last byte
                mix(w) = v ^ (v >> 29),  v = (w ^ (w >> 32)) * -7046029254386353131
                                                       (2^64 / golden ratio, odd)
-    amax       max_i |x_i|, NaN where there is one: the largest bits without the sign, as integers
+    amax       max_i |x_i|, NaN where there is one
 
 Shifts are arithmetic. Sums and maxima are of integers, so CPU and GPU agree bit for bit.
 """
@@ -21,7 +21,7 @@ from lowroll.kernels.launch import aligned, jit, tl, triton_supports
 GOLDEN = -7046029254386353131
 BLOCK_BYTES = 1 << 18  # read by one program
 STEP_BYTES = 1 << 14  # of it at a time
-_CPU_WORDS = 1 << 20  # words of one step in plain torch
+_CPU_WORDS = 1 << 20  # words of a step in plain torch
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
@@ -136,7 +136,6 @@ def _launch_over_blocks(kernel: Any, tensors: list[Tensor], out: Tensor) -> None
 
 @jit
 def _locate_block(table, owner, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the program's tensor, address, number of integers, and first integer."""
     tensor = tl.load(owner + tl.program_id(0))
     integer: tl.constexpr = tl.int64 if SIZE == 8 else tl.int32 if SIZE == 4 else tl.int16
     values = tl.multiple_of(tl.load(table + 3 * tensor).to(tl.pointer_type(integer)), 16)

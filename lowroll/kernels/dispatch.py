@@ -53,8 +53,6 @@ def _cuda_kernel(
     only: bool = False,
     within_triton: bool = False,
 ) -> Kernel:
-    """Return the kernel of a CUDA source. within_triton: only where Triton's kernels run."""
-
     def supports_device(device: torch.device) -> Support:
         if within_triton and not (support := triton_supports_device(device)):
             return support
@@ -224,5 +222,5 @@ def answers(product: str, device: torch.device) -> list[DeviceSupport]:
 def _query_support(kernel: Kernel, device: torch.device) -> Support:
     try:
         return kernel.supports_device(device)
-    except RuntimeError as error:  # no free memory on the device, or another fault
+    except RuntimeError as error:  # such as no free memory
         return no(f"asking the device failed: {str(error).splitlines()[0]}")

@@ -1,8 +1,8 @@
 """The import of Triton where it exists, and early launches.
 
 Programmatic dependent launch (CUDA, capability 9.0 and later): within `overlapping` a kernel may
-start once every block of its predecessor runs or has ended, which hides launch latency, prologues
-and the first weights. Rules that keep the order of a stream:
+start early, once every block of its predecessor runs or has ended, which hides launch latency,
+prologues and the first weights. Rules that keep the order of a stream:
 
 1. `after_others` waits until the predecessor has ended and its writes are visible. Before it, a
 kernel may read weights and results of earlier steps (lengths, page tables), and writes nothing: the
@@ -84,10 +84,8 @@ def aligned(x: Tensor) -> Tensor:
 
 @contextmanager
 def overlapping(device: torch.device) -> Iterator[None]:
-    """Launch the kernels of the block early, where the device can.
-
-    For a chain of short kernels on one stream, without gradients, that begins with a plain launch.
-    """
+    """Launch the kernels of the block early, where the device can: a chain of short kernels on one
+    stream, without gradients, that begins with a plain launch."""
     token = _OVERLAPPING.set(bool(cuda_supports(device, (9, 0))))
     try:
         yield
@@ -98,9 +96,8 @@ def overlapping(device: torch.device) -> Iterator[None]:
 def captured(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
     """Return a graph of what `run` launches, in the memory of `pool` (None: its own).
 
-    Other threads may allocate, copy and wait for a stream, but a wait for the whole device aborts
-    the capture. Freeing an engine's cache waits so (`kv.virtual_memory`): garbage collection is
-    off.
+    A wait for the whole device, in any thread, aborts the capture. Freeing an engine's cache waits
+    so (`kv.virtual_memory`): garbage collection is off.
     """
     graph = torch.cuda.CUDAGraph()
     gc_was_enabled = gc.isenabled()

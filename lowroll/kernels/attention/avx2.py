@@ -92,7 +92,6 @@ def _run(
     window: int = 0,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Call the kernel. fresh: new keys and values, written to the cache first."""
     rows, heads, d = q_BHd.shape
     page, kv_heads = cache[0].shape[1:3]
     q_BHd = q_BHd.contiguous()

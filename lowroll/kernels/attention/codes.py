@@ -22,12 +22,12 @@ E4M3 = torch.float8_e4m3fn
 FINE = 16  # most channels of a head
 FINER = 16  # fine units in one unit of a code
 LEAST = 127 - 60  # byte of the smallest scale
-# carries into the exponent where the mantissa is over that of 448 = 1.75 * 2^8
+# carries into the exponent above the mantissa of 448 = 1.75 * 2^8
 CARRY = 0x1FFFFF
 
 
 class Codes(NamedTuple):
-    """Codes, uint8 each, of T tokens, or of [p, P] in place of T."""
+    """Codes, uint8 each, of T tokens or [p, P]."""
 
     keys_TGd: Tensor
     values_TGd: Tensor
@@ -39,7 +39,7 @@ def encode(k_TGd: Tensor, v_TGd: Tensor, channels_GF: Tensor) -> Codes:
     """Encode keys and values. channels_GF: int64, each head's distinct fine channels."""
     k_TGd, v_TGd = k_TGd.float(), v_TGd.float()
     bytes_TG2 = torch.stack([_scale_bytes(k_TGd), _scale_bytes(v_TGd)], -1)
-    inverse_TG2 = _power_of_two(254 - bytes_TG2)  # the byte e + 127 becomes -e + 127
+    inverse_TG2 = _power_of_two(254 - bytes_TG2)  # from e + 127 to -e + 127
     scaled_k_TGd = k_TGd * inverse_TG2[..., :1]
     scaled_v_TGd = v_TGd * inverse_TG2[..., 1:]
     keys_TGd = scaled_k_TGd.to(E4M3)

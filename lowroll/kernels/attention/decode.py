@@ -6,9 +6,8 @@ With few rows, a row's cached tokens are divided into `splits`, joined by their 
 
     o = sum_s 2^(lse_s - max) o_s / sum_s 2^(lse_s - max).
 
-The first split starts with the new token and the layer's sinks (logits without a value); all splits
-read only older slots. Their number depends on rows and key-value heads alone, so a captured graph
-is right for every length.
+The first split starts with the new token and the layer's sinks (logits without a value). The number
+of splits depends on rows and key-value heads alone, so a captured graph is right for every length.
 
 Legend: `kernels.attention`; S splits.
 """
@@ -151,8 +150,7 @@ def combine(
 def write_pages(
     keys_pPGd: Tensor, values_pPGd: Tensor, slots_T: Tensor, k_TGd: Tensor, v_TGd: Tensor
 ) -> None:
-    """Write T tokens' keys and values to slots page * P + offset (int32 or int64); skip negative
-    ones."""
+    """Write T tokens' keys and values to their slots (int32 or int64); skip negative ones."""
     if not triton_supports(k_TGd):
         live_T = slots_T >= 0
         if not live_T.all():
@@ -223,7 +221,6 @@ def _plain(
 
 
 def _mask_with_sinks(allowed_B11L: Tensor, q_BGRd: Tensor, sinks_H: Tensor) -> Tensor:
-    """Return a mask to add, [B, G, R, L + 1]: 0 or -inf for keys, then the head's sink."""
     batch, kv_heads, group = q_BGRd.shape[:3]
     hidden_BGRL = ~allowed_B11L.expand(batch, kv_heads, group, -1)
     added_BGRL = q_BGRd.new_zeros(hidden_BGRL.shape).masked_fill_(hidden_BGRL, -torch.inf)
@@ -232,7 +229,7 @@ def _mask_with_sinks(allowed_B11L: Tensor, q_BGRd: Tensor, sinks_H: Tensor) -> T
 
 
 def newest_slots(table_BN: Tensor, lengths_B: Tensor, page: int) -> Tensor:
-    """Return the slot of each row's newest token, int64; of a dead row its first."""
+    """Return each row's newest slot, int64; of a dead row its first."""
     position_B = (lengths_B.long() - 1).clamp(min=0)
     pages_B = table_BN.gather(1, (position_B // page)[:, None])[:, 0].long()
     return pages_B * page + position_B % page
@@ -243,7 +240,7 @@ def _launch(rows: int, kv_heads: int, row_bytes: int) -> tuple[int, int, int, in
     rest at most 80 KiB of keys and values."""
     splits = max(1, min(MAX_SPLITS, PROGRAMS // (rows * kv_heads)))
     stages, warps = 5, 4
-    token_bytes = 2 * row_bytes  # of a key and a value
+    token_bytes = 2 * row_bytes
     max_tokens = (80 * 1024) // ((stages - 1) // 2 * token_bytes)
     power_of_two = 1 << (max_tokens.bit_length() - 1)
     wanted = 64 if splits <= 4 else 32
@@ -277,8 +274,7 @@ def in_window(offs_n, length, WINDOW: tl.constexpr):
 
 @jit
 def split_share(cached, splits, BLOCK: tl.constexpr):
-    """Return the blocks of a split, and the number of active splits, at least 1 for the new
-    token."""
+    """Return the blocks of a split, and the number of active splits, at least 1."""
     blocks = tl.cdiv(cached, BLOCK)
     share = tl.maximum(tl.cdiv(blocks, splits), 1)
     return share, tl.maximum(tl.cdiv(blocks, share), 1)
@@ -356,7 +352,7 @@ def _decode_kernel(
     let_others_start(EARLY)
     pid = tl.program_id(0)
     head, row, split = pid % G, (pid // G) % rows, pid // (G * rows)
-    # earlier steps wrote lengths and pages, so they are read before the wait
+    # lengths and pages are those of earlier steps, so they are read before the wait
     length = tl.load(lengths_ptr + row)
     cached = length - 1
     hidden = hidden_keys(length, WINDOW, BLOCK)

@@ -190,8 +190,6 @@ def _write_new_token(
     D: tl.constexpr,
     F: tl.constexpr,
 ):
-    """Write the token's codes; return them unscaled (key, fine part, value) and both scale
-    bytes."""
     offs_d = tl.arange(0, D)
     offs_f = tl.arange(0, F)
     in_d = offs_d < d

@@ -119,7 +119,6 @@ def _decode(
     scale: float,
     finer: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Launch the kernel. finer: second codes, scales and fine channels."""
     (rows, heads, d), (page, kv_heads) = q_BHd.shape, keys_pPGd.shape[1:3]
     library_key = (d, q_BHd.dtype, finer is not None)
     library, device = _library(*library_key), q_BHd.device
@@ -153,7 +152,6 @@ def _decode(
 def _active_clusters(
     d: int, dtype: torch.dtype, codes: bool, device: torch.device, splits: int
 ) -> int:
-    """Return how many clusters of `splits` blocks run at once; 0 without clusters."""
     library, active = _library(d, dtype, codes), ctypes.c_int()
     arguments = PagedAttentionArguments(rows=ROWS, kv_heads=1)
     error = library.paged_decode(ctypes.byref(arguments), splits, ctypes.byref(active), None)

@@ -6,9 +6,9 @@ keys.
                                                l' = l 2^(m - m') + l_s 2^(m_s - m'),  o' likewise
 
 (Milakov and Gimelshein 2018.) Shares begin at multiples of SHARE, so decoding, chunked prompts and
-packed sequences use the same tiles and order. Tiles that a query cannot see add zeros. A product
-with ones sums the weights in an order that other rows do not change. For few decoded rows, each
-share has its own program, and a second launch joins them.
+packed sequences use the same order. Tiles that a query cannot see add zeros. A product with ones
+sums the weights in an order that other rows do not change. For few decoded rows, each share has its
+own program, and a second launch joins them.
 
 Legend: `kernels.attention`; I tiles of queries, L joined shares.
 """
@@ -41,9 +41,9 @@ PROGRAMS = 132 * 2  # of decoding: two a multiprocessor of an H200
 
 
 class QueryTiles(NamedTuple):
-    """Tiles of neighbouring queries, int32 [I] each: first token, number (0 is none), keys before
-    the first query's own, and the origin of the keys: a row of the page table, or the first packed
-    key."""
+    """Tiles of neighbouring queries, int32 [I] each: first token, number (0 is none), keys
+    before the first query's own, and where keys begin: a row of the page table, or the first
+    packed key."""
 
     first_I: Tensor
     count_I: Tensor
@@ -105,7 +105,7 @@ def tile(
     # an empty tile counts as one of the last sequence
     sequence_I = torch.searchsorted(ends_S, index_I, right=True).clamp(max=len(lengths_S) - 1)
     first_tile_S = ends_S - tiles_S
-    skipped_I = (index_I - first_tile_S[sequence_I]) * queries  # the sequence's tokens before it
+    skipped_I = (index_I - first_tile_S[sequence_I]) * queries
     starts_S = lengths_S.cumsum(0) - lengths_S
     remaining_I = lengths_S[sequence_I] - skipped_I
     count_I = torch.where(index_I < ends_S[-1], remaining_I.clamp(min=0, max=queries), 0)

@@ -38,7 +38,7 @@ def packed(lengths_S: Tensor, tokens: int) -> Causal:
 
 
 def _packed_on_cpu(lengths_S: Tensor, starts_S: Tensor) -> Causal:
-    # pages of one token: each row of the table begins at its token
+    # pages of one token
     table_T1 = torch.arange(int(lengths_S.sum()), dtype=torch.int32)[:, None]
     starts_T = starts_S.repeat_interleave(lengths_S)
     lengths_T = torch.cat([torch.arange(1, n + 1, dtype=torch.int32) for n in lengths_S.tolist()])
@@ -59,7 +59,7 @@ def paged(
     tokens: int,
     heads: int,
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return attention (q [T, H, d], keys, values) -> o over pages, without a wait.
+    """Return attention (q, keys, values) -> o over pages, without a wait.
 
     keys_pPGd: any layer's. lengths_S: queries, `tokens` in all. before_S: keys before the first.
     All int32.

@@ -1,7 +1,7 @@
 """RMSNorm with the residual before it, and SwiGLU's gate: `rows.cpp` for torch. On CUDA
 `kernels.fused` is already invariant: a program has a row.
 
-Legend: T tokens, D features, F intermediate size.
+Legend: `kernels.fused`.
 """
 
 from __future__ import annotations

@@ -6,10 +6,8 @@
 (Zhang and Sennrich 2019.) Backward, with r = 1 / sqrt(mean(sum^2) + eps), h = sum * r and g the
 gradient of normed:
 
-    d sum = r (g w - h mean(g w h)) + gradient of sum,      d x = d update = d sum
-    d w = sum over tokens of g h
-
-d w is summed in float32 by a fixed number of programs, then over them.
+    d sum = r (g w - h mean(g w h)) + gradient of sum
+    d w = sum over tokens of g h      in float32 by a fixed number of programs, then over them
 
 Legend: `kernels.fused`.
 """
@@ -57,9 +55,8 @@ def add_rms_norm(
     eps: float,
     rows: str | None = None,
 ) -> tuple[Tensor, Tensor | QuantizedRows]:
-    """Return (x + update, its norm): the first in x's dtype (x itself without update), the second
-    dense or as codes of a kind in `rows.KINDS`. Differentiable when update is a tensor and rows
-    None."""
+    """Return (x + update in x's dtype, its norm, dense or as codes of a kind in `rows.KINDS`).
+    Without update the sum is x itself. Differentiable when update is a tensor and rows None."""
     if not triton_supports(x_TD) or x_TD.numel() == 0:
         return _plain(x_TD, update, weight_D, eps, rows)
     if not needs_gradient(x_TD, update, weight_D):
@@ -100,7 +97,6 @@ def _forward(
     rows: str | None,
     keep: bool,
 ) -> tuple[Tensor, Any, Tensor | None]:
-    """Return (sum, normed, 1 / rms [T] if `keep`)."""
     num_tokens, size = x_TD.shape
     x_TD = x_TD.contiguous()
     sum_TD = x_TD

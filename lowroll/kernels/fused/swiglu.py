@@ -37,9 +37,9 @@ from lowroll.kernels.support import needs_gradient
 
 BLOCK = 1024  # features of a program
 WHOLE = 96  # rows from which whole rows of codes keep the device busy
-LONGEST = 32768  # features of such a row, which stays in registers
+LONGEST = 32768  # features of such a row, held in registers
 PROCESSORS = 132  # of an H100 or H200
-STAYS = 16 << 20  # bytes of a result that the L2 cache keeps
+STAYS = 16 << 20  # bytes that the L2 cache keeps
 
 
 def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | QuantizedRows:

@@ -83,7 +83,6 @@ def _plain(buffers: Buffers, table_BP: Tensor, kept_BGK: Tensor, slots_BK: Tenso
 
 @jit
 def _first_index(table_ptr, page, pages, BLOCK: tl.constexpr):
-    """Return the index of a page in a row's table, or the table's length."""
     first_index = pages
     for start in range(0, pages, BLOCK):
         offs = start + tl.arange(0, BLOCK)
@@ -110,7 +109,7 @@ def _move_kernel(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Move one KV head of one row in one buffer; a key has W numbers of SIZE bytes."""
+    """Move keys of W numbers of SIZE bytes."""
     pid = tl.program_id(0)
     head, row, buffer = pid % G, (pid // G) % rows, pid // (G * rows)
     integer: tl.constexpr = tl.int32 if SIZE == 4 else tl.int16 if SIZE == 2 else tl.int8

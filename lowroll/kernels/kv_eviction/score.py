@@ -8,8 +8,7 @@ symmetric, so a column's sum is that of its row, less the fix for duplicates:
     S_j = sum_j - sum over i with newest_i = j of C_ij
     R   = softmax of S / n
 
-A program has one KV head of one row of one layer (and one tile), so a row's numbers do not depend
-on its batch.
+A program has at most one row, so a row's numbers do not depend on its batch.
 
 Legend: `kernels.kv_eviction`; Q query heads of a group.
 """
@@ -26,7 +25,7 @@ from lowroll.kernels.support import Support, no
 
 DUPLICATE = 0.5  # least cosine of duplicates
 EPS = 1e-8  # added to a key's norm
-QUERIES = 128  # of a program: window times group, each padded to a power of two
+QUERIES = 128  # of a program: window times group, both padded to powers of two
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -180,7 +179,6 @@ def _empty_scores(keys: Sequence[Tensor], table_BP: Tensor) -> Tensor:
 
 
 def _tile_sizes(keys_pPGd: Tensor) -> tuple[int, int, int]:
-    """Return (keys of a block, rows of a tile of C, its warps)."""
     if keys_pPGd.element_size() == 2 and keys_pPGd.shape[3] <= 128:
         return 64, 128, 8
     return 32, 32, 4

@@ -2,8 +2,8 @@
 
 Sums are exact, so results do not depend on tiles, splits or the batch. Weights are the left
 operand: Hopper's matrix instruction takes at least 64 rows of the left and as few as 8 of the
-right. Tiles of an incomplete last wave are split along K; the last program to finish such a tile
-adds the parts.
+right. Tiles of an incomplete last wave are split along K; the last program to finish one adds its
+parts.
 
 Legend: `kernels.matmul`.
 """
@@ -76,7 +76,6 @@ def multiply(
 
 
 def _tile_descriptors(x_MK: Tensor, w_NK: Tensor, tile: Tile) -> tuple[Any, Any]:
-    """Return descriptors for the copy engine, or (None, None) where it cannot fetch."""
     aligned = x_MK.shape[1] % 16 == x_MK.data_ptr() % 16 == w_NK.data_ptr() % 16 == 0
     if not tile.engine or not aligned or not copy_engine_supports(x_MK.device):
         return None, None

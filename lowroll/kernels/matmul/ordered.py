@@ -3,8 +3,8 @@
     s_j = fma over k = j, j + 16, j + 32, ...    j: 16 lanes; zeros follow behind K
     y[m, n] = tree(s_0 .. s_15) + bias[n]        lanes j and j + 8 first, then 4, 2 and 1 apart
 
-BLAS picks the order by rows, alignment and threads. Here y[m, n] depends on x[m, :], w[n, :] and
-bias[n] alone, with AVX2 and with AVX-512. `Compact` rows of w hold the same floats in fewer bytes,
+BLAS picks the order by rows, alignment and threads. Here y[m, n] depends on its row, column and
+bias alone, with AVX2 and with AVX-512. `Compact` rows of w hold the same floats in fewer bytes,
 whose reading bounds a product of few rows.
 
     bfloat16    [K]

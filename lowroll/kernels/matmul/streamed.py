@@ -178,7 +178,6 @@ def _library(kind: str, capability: tuple[int, int]) -> ctypes.CDLL:
 
 @cache
 def _workspace(device: torch.device) -> tuple[Tensor, Tensor, int]:
-    """Return a device's partial sums, counters and number of multiprocessors."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "the first low-bit product on a device would allocate its workspace: run a step once "

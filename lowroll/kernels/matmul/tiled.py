@@ -6,8 +6,7 @@
 
 Parts depend on the matrix alone, and the tensor cores add 16 products at once whatever the tile, so
 the order is the same for any number of rows (checked on an H200; docs/LOG.md). If tiles are few,
-parts have their own programs and a second launch joins them. 32-bit numbers do without tensor
-cores.
+parts have their own programs and a second launch joins them.
 
 Legend: `kernels.matmul`; P parts.
 """

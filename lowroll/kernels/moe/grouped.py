@@ -3,13 +3,9 @@
     y[place] = w[e] x[place]           for the places of expert e (`route.Groups`)
 
 `product` and `outer` serve the learner in floating point. `experts` and `multiply` serve the
-engine: matrices stay in their stored format.
-
-    dense     floating point, sums in float32
-    w8a8      int8 or e4m3 codes on both sides
-    nvfp4     e2m1 codes, an e4m3 scale for 16 weights, over a global scale of matrix or row
-    mxfp4     e2m1 codes, a power of two for 32 weights
-    int4      codes for n - 8, a scale for 128 weights (bfloat16 in Triton's kernel)
+engine: matrices stay in their stored format. Kinds are dense (float32 sums), w8a8 (int8 or e4m3
+codes on both sides), and nvfp4, mxfp4 and int4 as in `kernels.matmul.w4a16`, but with int4's scales
+rounded to bfloat16.
 
 Other formats are dequantized; `Stack.rounded` rounds their activations. For few rows an expert,
 `routed` streams 4-bit codes. The grid covers the worst case of routing.
@@ -331,7 +327,6 @@ def _locate_tile(ends_ptr, tile, slots, num_experts, BLOCK_E: tl.constexpr, BLOC
 
 @jit
 def _decode_words(words, scales, KIND: tl.constexpr, PTX: tl.constexpr):
-    """Return nibbles i of every word times its scale, for i = 0 .. 7."""
     if PTX:
         return tl.inline_asm_elementwise(
             _INT4 if KIND == "int4" else _E2M1,
@@ -394,8 +389,8 @@ def _add_packed_product(
     KIND: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Add the product of packed codes. A block is one int64 word of 16 codes, or two with MXFP4;
-    INT4 has a scale for eight blocks."""
+    """Add the product of packed codes. A block is one int64 word of 16, or two with MXFP4; INT4 has
+    a scale for eight blocks."""
     span: tl.constexpr = 2 if KIND == "mxfp4" else 1
     group: tl.constexpr = 8 if KIND == "int4" else 1
     blocks = features // (16 * span)
@@ -432,8 +427,8 @@ def _add_packed_product(
 
 @jit
 def _decode_scales(stored_nb, KIND: tl.constexpr, PTX: tl.constexpr):
-    """Return blocks' scales, with PTX in bfloat16. Those of e2m1 are times 2^118, which with a
-    final 2^8 makes up for 2^-126; MXFP4's saturate beyond E = 136, a scale of 512."""
+    """Return blocks' scales. Those of e2m1 are times 2^118, which with a final 2^8 makes up for
+    2^-126; MXFP4's saturate beyond E = 136, a scale of 512."""
     if KIND == "int4":
         scale_nb = stored_nb
         if PTX:
@@ -527,11 +522,10 @@ def _multiply_kernel(
     xs: a scale a row. ws: a scale a channel or block. g: nvfp4's global scale, or one a channel. x
     lies at the token, slot / CHOICES, or at the place if CHOICES is 0; y at the place, or at the
     slot with TO_SLOTS. SWIGLU: a matrix has `channels` gates, then as many ups. LIMIT: of
-    `clamped_swiglu`. bias: one a channel of each expert. BLOCKED: y is written in the order of
-    packed codes.
+    `clamped_swiglu`. BLOCKED: y is written in the order of packed codes.
     """
     after_others(EARLY)
-    height: tl.constexpr = BLOCK_N // 2 if SWIGLU else BLOCK_N  # channels of y in a tile
+    height: tl.constexpr = BLOCK_N // 2 if SWIGLU else BLOCK_N
     tiles_n = tl.cdiv(channels, height)
     expert, first_place, end = _locate_tile(
         ends_ptr, tl.program_id(0) // tiles_n, slots, num_experts, BLOCK_E, BLOCK_P

@@ -3,9 +3,9 @@
     y = x H,    H block diagonal, each block the Sylvester matrix of `width(K)` over its root
 
 H is symmetric and orthogonal, so (x H)(w H)' = x w' (QuaRot, arXiv 2404.00456, section 3; blocks as
-`head_dim` in compressed-tensors' transforms), and one scale a row loses less to rounding. A width
-is a power of 4, so its root scales exactly. Sums are pairwise, neighbours first, in float32: every
-implementation has the same bits for any number of rows.
+`head_dim` in compressed-tensors' transforms). A width is a power of 4, so its root scales exactly.
+Sums are pairwise, neighbours first, in float32: every implementation has the same bits for any
+number of rows.
 
 Legend: `kernels.quantize`; B features of a block.
 """

@@ -43,11 +43,10 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 SMALLEST_E4M3_SCALE = 1 / (E4M3_MAX * 512)
 SMALLEST_GRADIENT_SCALE = 2.0**-100
-# kinds of rows, and the dtype of their codes
 KINDS = {"int8": torch.int8, "int8_rotated": torch.int8, "fp8": E4M3, "gradient": E4M3}
 ROTATED = "int8_rotated"
 
-# a row of more than LONG features is read in pieces if there are at least MANY rows
+# at least MANY rows of more than LONG features are read in pieces
 LONG, MANY, PIECE = 8192, 512, 4096
 
 

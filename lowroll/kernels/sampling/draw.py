@@ -3,9 +3,8 @@
     token = argmax over the ids that stay of x / T + noise(key, position, id)
 
 with the probability of softmax(x / T) (Gumbel 1954; Maddison et al. 2014, "A* sampling"). Of equal
-scores the lower id wins; a logit of -inf never does. With the same noise, two distributions of
-total variation d draw different tokens with a probability of at most 2 d / (1 + d); replays and
-drafts rely on that.
+scores the lower id wins; a logit of -inf never does. Replays and drafts rely on the same noise for
+the same key, position and id (docs/algorithms.md).
 
 On CUDA one kernel reads each tile of the vocabulary once (`tiles`), another filters, and the last
 compares winners and sums masses in float64. If filters drop a tile's winner, the tile is read again

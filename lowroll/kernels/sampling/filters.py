@@ -167,7 +167,6 @@ def _plain(
 def _rank_threshold(
     logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, temperature_R: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return logit and id of the last number that stays."""
     sorted_RV, ids_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
     in_top_k_RV = rank_V < top_k_R[:, None]

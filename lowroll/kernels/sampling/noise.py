@@ -7,8 +7,8 @@ b + 256 j + l has word j of counter c = 256 b + l. With its word w,
     v = (w + 0.5) / 2^32        in float32, and at most 1 - 2^-24
     noise = -log(-log1p(-v))    between -2.9 and 22.9
 
-Large noise comes from a small v, which has all its digits. v is the same everywhere; the logarithms
-of torch, `avx2.cpp` and Triton differ by less than 1e-5.
+Large noise comes from a small v, which has all its digits. Implementations agree on v, and on
+logarithms within 1e-5.
 
 Legend: `kernels.sampling`; C counters of a row.
 """

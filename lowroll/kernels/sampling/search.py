@@ -1,6 +1,6 @@
 """A search for the threshold of a row's filters, in Triton, by one program a row.
 
-Numbers that stay so far (x > floor, and of those equal to it ids up to `last`) weigh 1, or their
+Numbers that stay so far (above `floor`, or equal to it with ids up to `last`) weigh 1, or their
 mass exp2(x * factor - shift). The threshold is the largest number that reaches the target weight
 together with those above it.
 """
@@ -206,7 +206,6 @@ def _gather(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write at most NEAR numbers of [low, high) side by side; return their count."""
     tl.debug_barrier()
     num_found = count * 0
     for start in range(0, count, GROUP):
@@ -233,7 +232,6 @@ def _last_equal_id(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the id of the `needed`-th number equal to `value`."""
     num_seen = count * 0
     last_id = count * 0
     for start in range(0, count, GROUP):

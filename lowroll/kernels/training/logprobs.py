@@ -6,8 +6,7 @@ With z = logits / temperature and y the target of a row,
     d logp / d logits = (onehot(y) - softmax(z)) / temperature
 
 On CUDA one pass computes the first two (online softmax, Milakov & Gimelshein 2018), a second the
-gradient, with lse(z) = z_y - logp. onehot - softmax is rounded last: at p = 0.999 the gradient is
-0.001, not 0.
+gradient. onehot - softmax is rounded last: at p = 0.999 the gradient is 0.001, not 0.
 
 Shapes: C rows, V vocabulary.
 """

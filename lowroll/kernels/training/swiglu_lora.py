@@ -1,13 +1,12 @@
 """SwiGLU's gate on a gate-up product whose adapter is not yet added.
 
-    g = g0 + l B_g',   u = u0 + l B_u'        y = silu(g) u
-    d u = d y silu(g),   d g = d y u s (1 + g (1 - s))
+    g = g0 + l B_g',   u = u0 + l B_u'        y, d u, d g: as in `kernels.fused.swiglu`
 
 Adding the update to [T, 2F] would read and write a layer's largest tensor once more. A tile holds
 whole rows of l and B, which bounds the rank (`supports`).
 
-Legend: T tokens, F intermediate size, r rank, N = 2F, L columns of the update: r where one of gate
-and up has an adapter, 2r where both have (B is block-diagonal, and its zeros are not read).
+Legend: `kernels.fused`; r rank, N = 2F, L columns of the update: r where one of gate and up has an
+adapter, 2r where both have (B is block-diagonal, and its zeros are not read).
 """
 
 from __future__ import annotations
