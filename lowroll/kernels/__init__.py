@@ -6,7 +6,8 @@ so CUDA graphs can capture it. No float is added atomically, so results repeat b
 kernels leave small inputs to torch.
 
 `supports` functions say whether a kernel can run (`support`). A file holds its entry function
-first, plain torch next, and Triton kernels last.
+first, plain torch next, and Triton kernels last. The docstring of a folder has the letters of its
+shapes.
 
 Terms:
 

@@ -5,8 +5,8 @@ start early, once every block of its predecessor runs or has ended, which hides 
 prologues and the first weights. Rules that keep the order of a stream:
 
 1. `after_others` waits until the predecessor has ended and its writes are visible. Before it, a
-kernel may read weights and results of earlier steps (lengths, page tables), and writes nothing: the
-predecessor may still read results, workspaces and counters.
+kernel reads only weights and results of earlier steps (lengths, page tables), and writes nothing:
+the predecessor may still read results, workspaces and counters.
 
 2. Every early kernel also waits, in every block that does anything. So the end of B implies the end
 of A before it, and C, which waits for B alone, waits for all. This also makes memory safe that the
@@ -96,8 +96,9 @@ def overlapping(device: torch.device) -> Iterator[None]:
 def captured(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
     """Return a graph of what `run` launches, in the memory of `pool` (None: its own).
 
-    A wait for the whole device, in any thread, aborts the capture. Freeing an engine's cache waits
-    so (`kv.virtual_memory`): garbage collection is off.
+    Other threads may allocate, copy and wait for a stream, but a wait for the whole device aborts
+    the capture. Freeing an engine's cache waits so (`kv.virtual_memory`): garbage collection is
+    off.
     """
     graph = torch.cuda.CUDAGraph()
     gc_was_enabled = gc.isenabled()

@@ -27,7 +27,7 @@ class Support(int):
 
 
 YES = Support()
-no = cache(Support)  # with that reason
+no = cache(Support)  # the answer with that reason
 
 NO_CUDA = no("needs a CUDA device")
 NO_CPU = no("runs on a CPU")

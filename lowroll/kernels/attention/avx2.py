@@ -1,8 +1,5 @@
 """Attention on a CPU: `avx2.cpp` for torch, float32. A query's bits depend on the query and its
-keys alone.
-
-Legend: `kernels.attention`.
-"""
+keys alone."""
 
 from __future__ import annotations
 
@@ -77,7 +74,7 @@ def attend(
     scale: float,
 ) -> Tensor:
     """Return attention [T, H, d] of each query over the first `lengths_T` cached keys of its
-    sequence, with the bits of `decode`. Indices and lengths are int32."""
+    sequence, with the bits of `decode`. Indices are int32."""
     return _run(q_THd, None, (keys_pPGd, values_pPGd), table_SN, sequences_T, lengths_T, scale)
 
 

@@ -7,8 +7,6 @@
 Codes times scales are exact. A few channels of a key are far larger than the others (biases of
 hundreds in Qwen2.5) and dominate a product's error; the second code cuts theirs to bfloat16's 2^-8
 (docs/log/kernels.md). Codes are the same on every device.
-
-Legend: `kernels.attention`.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ column of scores, and a value's scale 2^e joins the exponent of its weight,
 
 where m keeps the weights within float16 (float32 for a float32 query). The new token is attended to
 by its codes, as later steps will read it.
-
-Legend: `kernels.attention`.
 """
 
 from __future__ import annotations
@@ -130,7 +128,7 @@ def _plain(
     for buffer, codes in zip(cache_pP, encode(k_BGd, v_BGd, channels_GF), strict=True):
         buffer.flatten(0, 1).index_copy_(0, slots_B[live_B], codes[live_B])
 
-    # attention over no keys is NaN: a dead row attends to its first slot
+    # a dead row attends to its first slot, as in `decode`
     index_L = torch.arange(table_BN.shape[1] * page, device=q_BHd.device)
     allowed_BL = index_L < lengths_B.clamp(min=1)[:, None]
     slots_BL = table_BN[:, index_L // page] * page + index_L % page

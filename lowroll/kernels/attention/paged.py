@@ -1,8 +1,5 @@
 """Decode attention for many rows: `paged.cu` for torch. A launch depends on rows, heads and the
-device alone.
-
-Legend: `kernels.attention`.
-"""
+device alone."""
 
 from __future__ import annotations
 

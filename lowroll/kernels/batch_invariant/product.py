@@ -1,6 +1,6 @@
-"""`kernels.matmul.ordered` with gradients.
+"""The product of `kernels.matmul.ordered`, with gradients.
 
-Legend: T tokens, K in features, N out features.
+Legend: `kernels.matmul`; T tokens.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ def heads_of(
     k_norm_d: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (q [T, H, d], k [T, G, d], v [T, G, d]); v is a view only in inference mode, as
-    autograd requires."""
+    """Return q, k and v as `rotate_heads` does; v is a view only in inference mode, as autograd
+    requires."""
     tokens = qkv_TN.shape[0]
     qkv_TN = contiguous_rows(qkv_TN)
     q_THd, k_TGd = qkv_TN.new_empty(tokens, heads, d), qkv_TN.new_empty(tokens, kv_heads, d)

@@ -8,8 +8,6 @@ gradient of normed:
 
     d sum = r (g w - h mean(g w h)) + gradient of sum
     d w = sum over tokens of g h      in float32 by a fixed number of programs, then over them
-
-Legend: `kernels.fused`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@
     rotate (a, b) = (a cos - b sin, b cos + a sin),  a and b the halves of a head (Su et al. 2021)
 
 The gradient rotates by the negative angle, then passes the norm as in `kernels.fused.norm`.
-
-Legend: `kernels.fused`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@
 Experts of GPT-OSS clamp both (`clamped_swiglu`):
 
     y = (clamp(u, -limit, limit) + 1) c s,    c = min(g, limit),  s = 1 / (1 + exp(-alpha c))
-
-Legend: `kernels.fused`.
 """
 
 from __future__ import annotations

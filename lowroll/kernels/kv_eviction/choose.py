@@ -2,8 +2,6 @@
 
 The K-th best score is built from its highest bit down, as the largest integer that at least K
 order-preserving keys reach. Ties go to the older keys.
-
-Legend: `kernels.kv_eviction`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ row's own table. Key k moves from i_k to s + k (or to a new page). Indices ascen
 falls: before some k' keys move up, i_k < s + k; from k' on they move down or stay. Those before k'
 go last to first: unread keys lie below s + k. Those from k' on go first to last: unread keys lie
 above s + k. The first range reads and writes below s + k', the second does not.
-
-Legend: `kernels.kv_eviction`.
 """
 
 from __future__ import annotations

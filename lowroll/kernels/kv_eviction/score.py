@@ -8,7 +8,7 @@ symmetric, so a column's sum is that of its row, less the fix for duplicates:
     S_j = sum_j - sum over i with newest_i = j of C_ij
     R   = softmax of S / n
 
-A program has at most one row, so a row's numbers do not depend on its batch.
+A program has only one row, so a row's numbers do not depend on its batch.
 
 Legend: `kernels.kv_eviction`; Q query heads of a group.
 """

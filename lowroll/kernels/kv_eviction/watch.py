@@ -1,8 +1,5 @@
 """Data that a cache policy records in each decode step: the last queries, and each key's attention,
-recomputed as attention's kernel does not expose probabilities.
-
-Legend: `kernels.kv_eviction`.
-"""
+recomputed as attention's kernel does not expose probabilities."""
 
 from __future__ import annotations
 

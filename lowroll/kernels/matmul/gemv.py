@@ -2,8 +2,6 @@
 
 Reading the weights bounds a small decode step, so a program reads whole rows of them, 16 bytes a
 thread, and multiplies on CUDA cores: int8 by `dp4a`, e4m3 and bfloat16 as float32.
-
-Legend: `kernels.matmul`.
 """
 
 from __future__ import annotations

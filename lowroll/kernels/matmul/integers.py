@@ -4,8 +4,6 @@ Sums are exact, so results do not depend on tiles, splits or the batch. Weights 
 operand: Hopper's matrix instruction takes at least 64 rows of the left and as few as 8 of the
 right. Tiles of an incomplete last wave are split along K; the last program to finish one adds its
 parts.
-
-Legend: `kernels.matmul`.
 """
 
 from __future__ import annotations

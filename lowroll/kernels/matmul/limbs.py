@@ -6,8 +6,6 @@
 
 Inner sums are exact; the loss is 2^-23 of a row's largest number, about that of float32 sums. A row
 with a non-finite number gives NaN. `limbs.cpp` splits rows and joins sums; oneDNN multiplies.
-
-Legend: `kernels.matmul`.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from lowroll.kernels.matmul import w8a8_onednn
 from lowroll.kernels.support import NO_CPU, NO_GRADIENT, Support, needs_gradient, no
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-MOST = 127.0 * 65536  # a number over its step, so that a, b and c are bytes
+MOST = 127.0 * 65536  # largest number over its step, so that a, b and c are bytes
 LEAST = 1 << 18  # weights of a matrix
 AT_ONCE = 1024  # rows, which bounds the memory
 

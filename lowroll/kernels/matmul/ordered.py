@@ -11,8 +11,6 @@ whose reading bounds a product of few rows.
     blocks      int8 [K], and float32 scales [K / 32]: q s
     nibbles     4-bit integers [K / 2], and float32 [K / 32, 2], scale and minimum: q s + m,
                 rounded twice; byte i of a group holds integers i (low half) and i + 16
-
-Legend: `kernels.matmul`.
 """
 
 from __future__ import annotations

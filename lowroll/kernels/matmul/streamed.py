@@ -5,8 +5,6 @@ Other rows do not change a row's product.
 
 Blocks share a device's workspace (34 MiB on an H200), so its products belong on one stream at a
 time, and the first, which allocates it, not in a CUDA graph's capture.
-
-Legend: `kernels.matmul`.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def _product_kernel(
     m = (band_start + tile % (8 * tiles_n) % band_height) * ROWS + tl.arange(0, ROWS)
     n = tile % (8 * tiles_n) // band_height * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
-    # beyond the last, the first ones are read and never written
+    # beyond the last, the first ones are read, and never written
     x_ptrs = x + (m % M).to(tl.int64)[:, None] * x_stride + depth[None, :]
     w_ptrs = w + (n % N).to(tl.int64)[:, None] * w_stride + depth[None, :]
     if parts is not None:

@@ -5,8 +5,6 @@
 
 Inner sums are exact. On normal numbers the error of y is 3e-5 of its spread, a fortieth of
 bfloat16's. A row gives the same bits in any batch, and NaN with a non-finite number.
-
-Legend: `kernels.matmul`.
 """
 
 from __future__ import annotations

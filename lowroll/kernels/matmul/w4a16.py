@@ -7,8 +7,6 @@ times multiplier in float32, rounded once.
     nvfp4      e2m1 (scale / global scale)      blocks of 16
     mxfp4      e2m1 2^(E - 127)                 blocks of 32
     int4       q scale                          groups of 128; int4_asym (q - z) scale
-
-Legend: `kernels.matmul`.
 """
 
 from __future__ import annotations

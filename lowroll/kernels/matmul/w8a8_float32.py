@@ -1,12 +1,8 @@
 """int8 rows times int8 weights by exact float32 products, for CPUs with slow or saturating integer
 products.
 
-    sums[m, n] = sum_k x[m, k] w[n, k]
-
 A product of two codes is at most 2^14, so a partial sum of 1,024 is at most 2^24, which float32
 holds exactly in every order. Parts are added in int32.
-
-Legend: `kernels.matmul`.
 """
 
 from __future__ import annotations

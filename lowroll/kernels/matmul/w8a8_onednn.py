@@ -1,10 +1,6 @@
 """int8 rows times int8 weights on a CPU, by oneDNN on a packed copy of the weights.
 
-    sums[m, n] = (sum_k x[m, k] w[n, k]) * column[n]
-
 oneDNN takes unsigned activations: codes + 128, with 128 as their zero point.
-
-Legend: `kernels.matmul`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ to float32 in one call.
 Bits are those of `quantize_rows` and `w8a8_onednn`: sums are exact, and each later operation
 rounds. It takes a third to nine tenths of oneDNN's time, whose calls are slow for few rows
 (docs/LOG.md).
-
-Legend: `kernels.matmul`.
 """
 
 from __future__ import annotations

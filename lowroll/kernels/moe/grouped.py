@@ -9,8 +9,6 @@ rounded to bfloat16.
 
 Other formats are dequantized; `Stack.rounded` rounds their activations. For few rows an expert,
 `routed` streams 4-bit codes. The grid covers the worst case of routing.
-
-Legend: `kernels.moe`.
 """
 
 from __future__ import annotations
@@ -141,7 +139,7 @@ def _launch(
     slots, num_experts = len(groups.slot_P), stack.num_experts
     tiling = tiles(stack, slots)
     channels, tile_channels = stack.channels, tiling.channels
-    if swiglu:  # a channel of y takes a gate and an up
+    if swiglu:  # a channel of y needs a gate and an up
         channels, tile_channels = channels // 2, tile_channels // 2
     y = torch.empty((slots, channels), dtype=dtype, device=x.device)
     scale = stack.scale_N1

@@ -1,14 +1,8 @@
-"""Routing in a mixture of experts.
+"""Routing in a mixture of experts: the choice of experts by `scores`, the order of slots, the sum.
 
-    p = softmax(R x + b)        float32, over the E experts; some models have no b
-    chosen: the S largest logits, of equal ones the lower expert
-    g = p of the chosen, over their sum if asked for
-
-or by sigmoids (`scores`). The device alone knows how many places an expert has, and nothing waits
-for it. Logits are float32 sums of unrounded numbers, so that other orders of sums choose alike but
-for near-ties.
-
-Legend: `kernels.moe`; slots and places: `kernels`.
+The device alone knows how many places an expert has, and nothing waits for it. Logits R x + b (some
+models have no b) are float32 sums of unrounded numbers, so that other orders of sums choose alike
+but for near-ties. Of equal ones the lower expert wins.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Rows sorted by expert times 4-bit matrices, for few rows an expert: `routed.cu` for torch.
-
-Legend: `kernels.moe`.
-"""
+"""Rows sorted by expert times 4-bit matrices, for few rows an expert: `routed.cu` for torch."""
 
 from __future__ import annotations
 

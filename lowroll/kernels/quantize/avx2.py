@@ -1,7 +1,4 @@
-"""Rows rotated and rounded on a CPU: `avx2.cpp` for torch, in float32, with torch's bits.
-
-Legend: `kernels.quantize`.
-"""
+"""Rows rotated and rounded on a CPU: `avx2.cpp` for torch, in float32, with torch's bits."""
 
 from __future__ import annotations
 

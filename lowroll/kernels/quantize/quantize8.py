@@ -1,8 +1,5 @@
 """Quantization of a matrix or its transpose to 8 bits, one scale a row, with the bytes of
-`quant.int8`, `quant.int8_rotated` and `quant.fp8`.
-
-Legend: `kernels.quantize`.
-"""
+`quant.int8`, `quant.int8_rotated` and `quant.fp8`."""
 
 from __future__ import annotations
 
@@ -40,7 +37,8 @@ def quantize_rows_into(w_NK: Tensor, codes_NK: Tensor, scale_N1: Tensor, kind: s
 
 
 def quantize_columns_into(w_NK: Tensor, codes_KN: Tensor, scale_K1: Tensor, kind: str) -> None:
-    """Compute `quantize_rows_into` of the transpose. kind: "int8" or "fp8"."""
+    """Compute `quantize_rows_into` of the transpose of a row-major matrix. kind: "int8" or
+    "fp8"."""
     _require(kind, ("int8", "fp8"))
     num_rows, num_columns = w_NK.shape
     amax_K = torch.zeros(num_columns, dtype=torch.int32, device=w_NK.device)

@@ -1,8 +1,5 @@
 """Quantized rows before a low-bit product, and unscaled sums after it.
 
-    Rows       x[m, k] = codes[m, k] * scale[m]
-    Product    y[m, n] = sums[m, n] * row[m] * column[n] + bias[n]
-
 The next kernel applies the scales, since a product with unit scales is faster (docs/LOG.md). y is
 rounded once. Codes equal those of `quant.int8` and `quant.fp8`:
 
@@ -14,8 +11,6 @@ rounded once. Codes equal those of `quant.int8` and `quant.fp8`:
 "int8_rotated" rotates the row first (`kernels.quantize.rotation`), for a rotated weight. "gradient"
 is fp8 for gradients of activations, which are as small as the loss: its floor of 2^-100 only keeps
 the scale's reciprocal finite.
-
-Legend: `kernels.quantize`.
 """
 
 from __future__ import annotations
@@ -52,7 +47,7 @@ LONG, MANY, PIECE = 8192, 512, 4096
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Activations quantized by token. Pass `dtype` on to their Product."""
+    """Activations x = codes * scale, one scale a token. Pass `dtype` on to their Product."""
 
     codes_MK: Tensor  # int8 or float8_e4m3fn
     scale_M1: Tensor  # float32

@@ -2,8 +2,6 @@
 
 Ids that cannot win get no noise. Logarithms are within 1e-6 of exact; AVX2 and AVX-512 give the
 same bits.
-
-Legend: `kernels.sampling`.
 """
 
 from __future__ import annotations

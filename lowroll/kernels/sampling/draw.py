@@ -13,8 +13,6 @@ Devices' logarithms differ in last bits, so tokens may differ where scores are w
 
 Greedy rows take the argmax and the log-prob at temperature 1. A row without a distribution (NaN,
 +inf, or nothing but -inf) gets token 0 and log-prob NaN.
-
-Legend: `kernels.sampling`.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ A row's logits x are ordered by size, equal ones by lower id. In turn,
 so a threshold describes the result: x > floor, and of those equal to it ids up to `last`. Logits
 are ordered before the division by T, whose rounding could make unequal ones equal.
 
-On CUDA one program a row reads only blocks that can hold the threshold. The k-th largest block
-maximum is at most the k-th largest logit. Logits below max + T log((1 - p) mass / ids) have less
-than 1 - p of the mass; the blocks' masses raise this bound. Passes over blocks above it divide the
-interval by four until at most NEAR numbers are left, which are searched in registers (`search`).
+On CUDA one program a row reads only blocks that can hold the threshold. The maxima of blocks bound
+the k-th largest logit, and their masses the floor of top-p. Passes over blocks above the bound
+divide the interval by four until at most NEAR numbers are left, which are searched in registers
+(`search`).
 
 Legend: `kernels.sampling`; L blocks of a row, R rows with filters.
 """
@@ -296,7 +296,7 @@ def _find_floor(
                 BLOCK,
             ).to(tl.float64)  # fmt: skip
     if top_p < 1:
-        # a thousandth is for rounding
+        # below the bound lies less mass than 1 - p; a thousandth is for rounding
         log_tail = tl.log((1 - top_p) * total / num_ids) - 1e-3
         low = tl.maximum((peak + temperature * log_tail).to(tl.float32), tl.maximum(floor, LOWEST))
         if top_k >= tokens:

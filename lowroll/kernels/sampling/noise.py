@@ -1,14 +1,14 @@
 """The noise of a draw: a standard Gumbel number -log(E) for each token id, E a unit exponential.
 
-Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") makes four 32-bit
-words from the 64-bit key of a row and the counter (position low, position high, c, STREAM). Id 1024
-b + 256 j + l has word j of counter c = 256 b + l. With its word w,
+Philox4x32-10 (Salmon et al. 2011) makes four 32-bit words from the 64-bit key of a row and the
+counter (position low, position high, c, STREAM). Id 1024 b + 256 j + l has word j of counter c =
+256 b + l. With its word w,
 
     v = (w + 0.5) / 2^32        in float32, and at most 1 - 2^-24
     noise = -log(-log1p(-v))    between -2.9 and 22.9
 
-Large noise comes from a small v, which has all its digits. Implementations agree on v, and on
-logarithms within 1e-5.
+Large noise comes from a small v, which has all its digits. Implementations have the same v, and
+logarithms that differ by less than 1e-5.
 
 Legend: `kernels.sampling`; C counters of a row.
 """

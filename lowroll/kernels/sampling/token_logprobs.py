@@ -1,7 +1,4 @@
-"""Log-probs of given tokens, with the bits of `kernels.sampling.draw`.
-
-Legend: `kernels.sampling`.
-"""
+"""Log-probs of given tokens, with the bits of `kernels.sampling.draw`."""
 
 from __future__ import annotations
 
