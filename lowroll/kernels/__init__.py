@@ -5,13 +5,11 @@ with. A launch depends on shapes alone, allocates only its outputs and never wai
 so CUDA graphs can capture it. No float is added atomically, so results repeat bit for bit. CPU
 kernels leave small inputs to torch.
 
-`supports` functions say whether a kernel can run (`support`). A file holds its entry function
-first, plain torch next, and Triton kernels last. The docstring of a folder has the letters of its
-shapes.
+`supports` functions say whether a kernel can run (`support`). The docstring of a folder has the
+letters of its shapes.
 
 Terms:
 
-    row       the vector of one token or sequence
     channel   an out feature: one row of a weight matrix (a row in quantize/)
     group     neighbouring weights of a channel that share a scale; in some formats a block
     program   one block of threads of a Triton kernel

@@ -72,7 +72,7 @@ def warps(elements: int, each: int = 512) -> int:
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
-    """Return x with contiguous rows, which may be strided."""
+    """Return x with unit stride along rows."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -25,7 +25,7 @@ CARRY = 0x1FFFFF
 
 
 class Codes(NamedTuple):
-    """Codes, uint8 each, of T tokens or [p, P]."""
+    """Codes of T tokens, or of [p, P] slots of the cache; uint8."""
 
     keys_TGd: Tensor
     values_TGd: Tensor

@@ -6,8 +6,9 @@ With few rows, a row's cached tokens are divided into `splits`, joined by their 
 
     o = sum_s 2^(lse_s - max) o_s / sum_s 2^(lse_s - max).
 
-The first split starts with the new token and the layer's sinks (logits without a value). The number
-of splits depends on rows and key-value heads alone, so a captured graph is right for every length.
+The first split starts with the new token, which it writes to its slot, and the layer's sinks
+(logits without a value); all splits read only older slots. Their number depends on rows and
+key-value heads alone, so a captured graph is right for every length.
 
 Legend: `kernels.attention`; S splits.
 """
@@ -248,7 +249,7 @@ def _launch(rows: int, kv_heads: int, row_bytes: int) -> tuple[int, int, int, in
 
 
 def packed_heads(x_THd: Tensor) -> Tensor:
-    """Return x with the heads of a row contiguous; rows may be strided."""
+    """Return x with contiguous heads; rows may be strided."""
     return x_THd if x_THd.stride()[1:] == (x_THd.shape[2], 1) else x_THd.contiguous()
 
 
@@ -352,7 +353,7 @@ def _decode_kernel(
     let_others_start(EARLY)
     pid = tl.program_id(0)
     head, row, split = pid % G, (pid // G) % rows, pid // (G * rows)
-    # lengths and pages are those of earlier steps, so they are read before the wait
+    # lengths and pages come from earlier steps, so they are read before the wait
     length = tl.load(lengths_ptr + row)
     cached = length - 1
     hidden = hidden_keys(length, WINDOW, BLOCK)

@@ -53,8 +53,8 @@ def add_rms_norm(
     eps: float,
     rows: str | None = None,
 ) -> tuple[Tensor, Tensor | QuantizedRows]:
-    """Return (x + update in x's dtype, its norm, dense or as codes of a kind in `rows.KINDS`).
-    Without update the sum is x itself. Differentiable when update is a tensor and rows None."""
+    """Return x + update in x's dtype (x itself without update), and its norm, dense or as codes of
+    a kind in `rows.KINDS`. Differentiable when update is a tensor and rows None."""
     if not triton_supports(x_TD) or x_TD.numel() == 0:
         return _plain(x_TD, update, weight_D, eps, rows)
     if not needs_gradient(x_TD, update, weight_D):

@@ -23,7 +23,7 @@ from torch import Tensor
 from lowroll.kernels.launch import block, jit, tl, triton, triton_supports
 from lowroll.kernels.support import Support, no
 
-DUPLICATE = 0.5  # least cosine of duplicates
+DUPLICATE = 0.5  # cosine above which keys are duplicates
 EPS = 1e-8  # added to a key's norm
 QUERIES = 128  # of a program: window times group, both padded to powers of two
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -315,7 +315,7 @@ def _newest_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute sums of rows i of C, newest duplicates j (-1: none), and C_ij."""
+    """Compute sums of rows i of C, their newest duplicates j (-1: none), and C_ij."""
     pid, first_row = tl.program_id(0) // tiles, tl.program_id(0) % tiles * ROWS
     head, row, layer = pid % G, (pid // G) % rows, pid // (G * rows)
     length = tl.load(lengths_ptr + row)

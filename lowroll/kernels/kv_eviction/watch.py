@@ -12,7 +12,7 @@ from lowroll.kernels.support import Support, no
 
 
 def remember(ring_SAHd: Tensor, slots_B: Tensor, positions_B: Tensor, q_BHd: Tensor) -> None:
-    """Write each row's query to its slot, at its position modulo A. slots, positions: int64."""
+    """Write each row's query to its slot, at its position modulo A. Indices are int64."""
     window = ring_SAHd.shape[1]
     if not triton_supports(q_BHd):
         ring_SAHd[slots_B, positions_B % window] = q_BHd.to(ring_SAHd.dtype)

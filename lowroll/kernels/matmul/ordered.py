@@ -113,12 +113,13 @@ def _blocks(w_NK: Tensor) -> Tensor:
 
 
 def blocks(codes_NK: Tensor, scale_NG: Tensor) -> Compact:
-    """Return the matrix q s of int8 q, with a float32 scale a GROUP."""
+    """Return the matrix q s of int8 q, with a float32 scale for GROUP of them."""
     return Compact(BLOCKS, torch.cat([codes_NK, scale_NG.view(torch.int8)], dim=1))
 
 
 def nibbles(codes_NK: Tensor, scale_NG: Tensor, low_NG: Tensor) -> Compact:
-    """Return the matrix q s + m of uint8 q in 0 .. 15, with a float32 scale and minimum a GROUP."""
+    """Return the matrix q s + m of uint8 q in 0 .. 15, with a float32 scale and minimum for GROUP
+    of them."""
     low_NGS, high_NGS = codes_NK.unflatten(1, (-1, 2, GROUP // 2)).unbind(2)
     codes_NB = (high_NGS << 4 | low_NGS).flatten(1)
     scales_NB = torch.stack([scale_NG, low_NG], dim=-1).flatten(1).view(torch.uint8)
@@ -160,7 +161,7 @@ def product(
     added_MN: Tensor | None = None,
 ) -> Tensor:
     """Return x w^T + bias + `added_MN`: [M, N]. Rows may be strided. float32 on a CPU; on CUDA
-    `tiled.product`. ValueError for other dtypes, and for shapes that do not fit."""
+    `tiled.product`. ValueError for other dtypes and mismatched shapes."""
     if triton_supports(x_MK):
         return tiled.product(x_MK, w_NK, bias_N, dtype, added_MN)
     (M, K), N = x_MK.shape, w_NK.shape[0]

@@ -44,7 +44,7 @@ def product(
     added_MN: Tensor | None = None,
 ) -> Tensor:
     """Return x w^T + bias + `added_MN`: [M, N], rounded once to `dtype` (None: x's). ValueError for
-    mixed dtypes and for shapes that do not fit."""
+    mixed dtypes and mismatched shapes."""
     (M, K), N = x_MK.shape, w_NK.shape[0]
     if x_MK.dtype != w_NK.dtype:
         raise ValueError(f"tiled: expected one dtype, got {x_MK.dtype} and {w_NK.dtype}")

@@ -3,9 +3,9 @@
     y[m, n] = (sum_k x[m, k] w[n, k]) * row[m] * column[n] + bias[n]
 
 On CUDA few rows go to `gemv`, more int8 rows to `integers`, e4m3 to `torch._scaled_mm`. Up to
-`WIDE` rows the next kernel applies the scales, since `_scaled_mm` is up to twice slower with them
-(docs/LOG.md). Larger products of up to `SHORT` features use `use_fast_accum`, and so do gradients:
-a tenth faster, with a loss below bfloat16's rounding.
+`WIDE` rows the next kernel applies the scales, to sums rounded once more, since `_scaled_mm` is up
+to twice slower with them (docs/LOG.md). Larger products of up to `SHORT` features use
+`use_fast_accum`, and so do gradients: a tenth faster, with a loss below bfloat16's rounding.
 """
 
 from __future__ import annotations

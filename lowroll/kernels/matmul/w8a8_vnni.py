@@ -28,7 +28,7 @@ TILE = 32  # channels
 MULTIPLE = 32  # of K
 LEAST = 512  # features of a row, as in `quantize.avx2`
 AT_ONCE = 1024  # rows, which bounds the memory of codes
-MOST_BESIDE_AMX = 64  # rows; oneDNN multiplies more by AMX
+MOST_BESIDE_AMX = 64  # rows; with AMX oneDNN multiplies more
 
 
 class VnniArguments(ctypes.Structure):

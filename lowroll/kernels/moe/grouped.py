@@ -425,8 +425,8 @@ def _add_packed_product(
 
 @jit
 def _decode_scales(stored_nb, KIND: tl.constexpr, PTX: tl.constexpr):
-    """Return blocks' scales. Those of e2m1 are times 2^118, which with a final 2^8 makes up for
-    2^-126; MXFP4's saturate beyond E = 136, a scale of 512."""
+    """Return blocks' scales. For PTX, those of e2m1 are times 2^118, which with a final 2^8 makes
+    up for 2^-126; MXFP4's saturate beyond E = 136, a scale of 512."""
     if KIND == "int4":
         scale_nb = stored_nb
         if PTX:

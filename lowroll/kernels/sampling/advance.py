@@ -29,8 +29,8 @@ def advance(
     marked: Marked | None = None,
 ) -> None:
     """Write tokens and log-probs to row `step_1` of the results, count the step, and advance the
-    rows, in place. A length counts cached keys and the next token. marked: of the same rows; drawn
-    tokens of rows with a repetition penalty become seen.
+    rows, in place. A length counts cached keys and the next token. marked: of the same rows; tokens
+    become seen where a row has a repetition penalty.
 
     int64 all but logprobs (float32) and lengths_B (int32); the results have at least B columns.
     """
