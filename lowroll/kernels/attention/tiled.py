@@ -7,8 +7,7 @@ keys.
 
 (Milakov and Gimelshein 2018.) Shares begin at multiples of SHARE, so decoding, chunked prompts and
 packed sequences use the same order. Tiles that a query cannot see add zeros. A product with ones
-sums the weights in an order that other rows do not change. For few decoded rows, each share has its
-own program, and a second launch joins them.
+sums the weights in an order that other rows do not change.
 
 Legend: `kernels.attention`; I tiles of queries, L joined shares.
 """

@@ -3,9 +3,9 @@
 A program moves one KV head of one row in one buffer, some keys at a time, all read before the first
 is written. No key is overwritten unread. Let s be the position of the first target page in the
 row's own table. Key k moves from i_k to s + k (or to a new page). Indices ascend, so i_k - k never
-falls: before some k' keys move up, i_k < s + k; from k' on they move down or stay. Those before k'
-go last to first: unread keys lie below s + k. Those from k' on go first to last: unread keys lie
-above s + k. The first range reads and writes below s + k', the second does not.
+falls: keys before some k' move up, the others down or not at all. Those before k' go last to first,
+as unread keys lie below s + k; the others go first to last, as unread keys lie above. The first
+range reads and writes below s + k', the second does not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Products of few rows: every program streams some channels past all rows.
 
 Reading the weights bounds a small decode step, so a program reads whole rows of them, 16 bytes a
-thread, and multiplies on CUDA cores: int8 by `dp4a`, e4m3 and bfloat16 as float32.
+thread, and multiplies on CUDA cores: int8 by `dp4a`, others as float32.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ CAPTURED = -1
 def multiply(
     rows: QuantizedRows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None
 ) -> Tensor:
-    """Return y [M, N] in the dtype of `rows`, on CUDA or in Triton's interpreter. RuntimeError if a
-    device's first product is within the capture of a CUDA graph."""
+    """Return y [M, N] in the dtype of `rows`. RuntimeError if a device's first product is within
+    the capture of a CUDA graph."""
     x_MK, w_NK = rows.codes_MK.contiguous(), codes_NK.contiguous()
     (num_rows, num_in), num_out = x_MK.shape, w_NK.shape[0]
     y_MN = torch.empty(num_rows, num_out, dtype=rows.dtype, device=w_NK.device)

@@ -5,7 +5,7 @@
     y[m, n] = step[m] (2^16 (a . w) + 2^8 (b . w) + c . w)[m, n]
 
 Inner sums are exact; the loss is 2^-23 of a row's largest number, about that of float32 sums. A row
-with a non-finite number gives NaN. `limbs.cpp` splits rows and joins sums; oneDNN multiplies.
+with a non-finite number gives NaN.
 """
 
 from __future__ import annotations

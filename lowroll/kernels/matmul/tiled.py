@@ -5,8 +5,7 @@
     y[m, n] = the parts, from the first on, + bias[n] + added[m, n]
 
 Parts depend on the matrix alone, and the tensor cores add 16 products at once whatever the tile, so
-the order is the same for any number of rows (checked on an H200; docs/LOG.md). If tiles are few,
-parts have their own programs and a second launch joins them.
+the order is the same for any number of rows (checked on an H200; docs/LOG.md).
 
 Legend: `kernels.matmul`; P parts.
 """

@@ -517,9 +517,9 @@ def _multiply_kernel(
 ):
     """Compute y = w[e] x for some places and channels of an expert.
 
-    xs: a scale a row. ws: a scale a channel or block. g: nvfp4's global scale, or one a channel. x
-    lies at the token, slot / CHOICES, or at the place if CHOICES is 0; y at the place, or at the
-    slot with TO_SLOTS. SWIGLU: a matrix has `channels` gates, then as many ups. LIMIT: of
+    xs: a scale a row. ws: a scale a channel or block. g: the global scale, or one a channel. x lies
+    at the token, slot / CHOICES, or at the place if CHOICES is 0; y at the place, or at the slot
+    with TO_SLOTS. SWIGLU: a matrix has `channels` gates, then as many ups. LIMIT: of
     `clamped_swiglu`. BLOCKED: y is written in the order of packed codes.
     """
     after_others(EARLY)

@@ -100,9 +100,8 @@ def multiply(
     swiglu: bool = False,
     to_slots: bool = False,
 ) -> Tensor:
-    """Return [P, N] in bfloat16. x lies at the token slot / choices, or at the place if choices is
-    0; y at the place, or at the slot with `to_slots`. swiglu: a matrix has N gates, then as many
-    ups. RuntimeError when the launch fails."""
+    """Return [P, N] in bfloat16; arguments as of the kernel in `grouped`. RuntimeError when the
+    launch fails."""
     library = _library(stack.kind, torch.cuda.get_device_capability(x.device))
     slots = len(groups.slot_P)
     channels = stack.channels // 2 if swiglu else stack.channels

@@ -2,9 +2,8 @@
 
     token = argmax over the ids that stay of x / T + noise(key, position, id)
 
-with the probability of softmax(x / T) (Gumbel 1954; Maddison et al. 2014, "A* sampling"). Of equal
-scores the lower id wins; a logit of -inf never does. Replays and drafts rely on the same noise for
-the same key, position and id (docs/algorithms.md).
+with the probability of softmax(x / T) (docs/algorithms.md). Of equal scores the lower id wins; a
+logit of -inf never does.
 
 On CUDA one kernel reads each tile of the vocabulary once (`tiles`), another filters, and the last
 compares winners and sums masses in float64. If filters drop a tile's winner, the tile is read again

@@ -1,8 +1,7 @@
 """A search for the threshold of a row's filters, in Triton, by one program a row.
 
-Numbers that stay so far (above `floor`, or equal to it with ids up to `last`) weigh 1, or their
-mass exp2(x * factor - shift). The threshold is the largest number that reaches the target weight
-together with those above it.
+Numbers that stay so far weigh 1, or their mass exp2(x * factor - shift). The threshold is the
+largest number that reaches the target weight together with those above it.
 """
 
 from __future__ import annotations
