@@ -1,9 +1,9 @@
 """The `attend` interface and the learner's attention.
 
-A model calls `attend(layer, AttentionInputs) -> o_THd`. The learner passes `varlen`, the engine paged
-attention (`lowroll.kv.attention`).
+A model calls `attend(layer, AttentionInputs) -> o_THd`. The learner passes `varlen`, the engine
+paged attention (`lowroll.kv.attention`).
 
-Attention sinks are one logit a query head, which takes part in the softmax and has no value:
+An attention sink is a logit of a query head that takes part in the softmax and has no value:
 
     o = sum_j exp(s_j) v_j / (exp(sink) + sum_j exp(s_j))
 
@@ -32,7 +32,7 @@ from lowroll.model import flash
 
 
 class AttentionInputs(NamedTuple):
-    """What attention reads of packed tokens, and the sinks of the layer's query heads, if any."""
+    """The inputs of attention over packed tokens, with the layer's sinks, if any."""
 
     q_THd: Tensor
     k_TGd: Tensor
@@ -50,7 +50,7 @@ Attend = Callable[[int, AttentionInputs], Tensor]
 
 MOST_SCORES = 1 << 24  # scores of a head at once, for stacked sequences
 MOST_STACKS = 4  # lengths of a micro-batch that get a call each on CUDA
-# tokens of a sequence from which cuDNN repays its 30 ms of planning a new shape
+# tokens from which cuDNN repays its 30 ms of planning a new shape
 LONG = 1024
 FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
@@ -85,11 +85,11 @@ def varlen(
     if torch.device(device).type == "cuda":
         flash_bounds = upload(torch.tensor(bounds, dtype=torch.int32), device)
 
-    @cache  # made at the first use, for all layers
+    @cache
     def order() -> tuple[Tensor, Tensor]:
         return _stacked_order(starts_by_length, device)
 
-    mask = cache(_added_mask)  # one for all layers, which backward passes keep
+    mask = cache(_added_mask)  # one for all layers, as backward passes keep it
 
     def attend(layer: int, inputs: AttentionInputs) -> Tensor:
         q_THd = inputs.q_THd
@@ -112,20 +112,19 @@ def varlen(
 def _stacked_order(
     starts_by_length: dict[int, list[int]], device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """Return the indices that sort packed tokens by their sequence's length, and those that sort
-    them back, both [T]."""
+    """Return the indices [T] that sort packed tokens by their sequence's length, and the inverse."""
     spans = [(s, s + length) for length, starts in starts_by_length.items() for s in starts]
     order_T = tokens_of(spans, device)
     return order_T, inverse(order_T)
 
 
 def tokens_of(spans: Iterable[tuple[int, int]], device: torch.device | str) -> Tensor:
-    """Return the indices of the tokens of [start, stop) spans, one after the other: int64 [T]."""
+    """Return the indices of the tokens of [start, stop) spans, concatenated: int64 [T]."""
     return upload(torch.tensor([t for start, stop in spans for t in range(start, stop)]), device)
 
 
 def inverse(order_T: Tensor) -> Tensor:
-    """Return the permutation that undoes another."""
+    """Return the inverse of a permutation."""
     back_T = torch.empty_like(order_T)
     back_T[order_T] = torch.arange(len(order_T), device=order_T.device)
     return back_T
@@ -133,7 +132,7 @@ def inverse(order_T: Tensor) -> Tensor:
 
 def exact_varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend:
     """Return `varlen` in which a query's bits depend on it and its keys alone
-    (`kernels.batch_invariant.attention`). The gradient is that of `varlen`."""
+    (`kernels.batch_invariant.attention`), with the gradient of `varlen`."""
     plain_attention = varlen(lengths, device)
     lengths_S = upload(torch.tensor(lengths, dtype=torch.int32), device)
     invariant_attention = invariant.packed(lengths_S, sum(lengths))
@@ -169,15 +168,15 @@ def suffixes(
     windows: Sequence[int] = (),
 ) -> Attend:
     """Return causal attention of the last `lengths` tokens of each sequence over all its `totals`
-    tokens, in each layer with its window (`varlen`).
+    tokens.
 
-    The inputs are q [sum lengths, H, d], and k and v [sum totals, G, d]. In half precision on CUDA,
-    where head sizes allow, one call of torch's variable-length flash attention computes all. Else
-    each sequence has a call, or with `stacked` all of one length and total together, MOST_SCORES at
-    a time; last bits may then depend on the other sequences.
+    The inputs are q [sum lengths, H, d], and k and v [sum totals, G, d]. One call of torch's
+    variable-length flash attention computes all where it can. Else each sequence has a call. With
+    `stacked`, those of one length and total share a call, MOST_SCORES at a time; last bits may then
+    depend on the other sequences.
     """
     spans = list(zip(lengths, totals, strict=True))
-    flash_bounds = []  # of the queries and of the keys
+    flash_bounds = []
     if torch.device(device).type == "cuda":
         flash_bounds = [
             upload(torch.tensor([0, *accumulate(sizes)], dtype=torch.int32), device)
@@ -215,7 +214,7 @@ def suffixes(
 @dataclass(frozen=True)
 class _Stack:
     """Attention of sequences of one shape in one call: `length` queries of each over `total` keys.
-    queries_C and keys_T index them in the packed tensors."""
+    queries_C and keys_T index the packed tensors."""
 
     length: int
     total: int
@@ -241,7 +240,6 @@ def _stacks(
     lengths: Sequence[int], totals: Sequence[int], device: torch.device | str
 ) -> Iterator[_Stack]:
     """Group sequences by length and total, with up to MOST_SCORES scores of a head at once."""
-    # the first query and the first key of the sequences with each length and total
     starts_by_shape: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     first_query = first_key = 0
     for length, total in zip(lengths, totals, strict=True):
@@ -274,14 +272,12 @@ def _mask(before: int, total: int, window: int, device: torch.device) -> Tensor:
 def _added_mask(
     length: int, window: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """Return what is added to a sequence's scores, [L, L], or None without an effective window."""
     if not 0 < window < length:
         return None
     return _added(_mask(0, length, window, device), dtype)
 
 
 def _added(seen_CT: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what is added to scores so that keys that are not seen have no weight."""
     zeros_CT = torch.zeros(seen_CT.shape, dtype=dtype, device=seen_CT.device)
     return zeros_CT.masked_fill_(~seen_CT, -torch.inf)
 
@@ -300,8 +296,8 @@ def _attend_suffix(inputs: AttentionInputs, before: int, window: int) -> Tensor:
 def attend_with_sinks(
     q_SHCd: Tensor, k_SGTd: Tensor, v_SGTd: Tensor, mask_CT: Tensor | None, sinks_H: Tensor
 ) -> Tensor:
-    """Compute attention with sinks. mask_CT: which keys are seen, or what is added to scores; None:
-    causal, with as many queries as keys. Differentiable."""
+    """Compute attention with sinks, differentiably. mask_CT: which keys are seen, or what is added
+    to scores; None: causal, with as many queries as keys."""
     if mask_CT is not None and mask_CT.dtype == torch.bool:
         mask_CT = _added(mask_CT, q_SHCd.dtype)
     if q_SHCd.device.type == "cpu":
@@ -314,8 +310,8 @@ def attend_with_sinks(
 def attend_with_a_key_of_sinks(
     q_SHCd: Tensor, k_SGTd: Tensor, v_SGTd: Tensor, mask_CT: Tensor | None, sinks_H: Tensor
 ) -> Tensor:
-    """Compute `attend_with_sinks` on any device: a sink is the score of a key of zeros with a value
-    of zeros. mask_CT: is added to scores."""
+    """Compute `attend_with_sinks` on any device: a sink is the score of a key and a value of zeros.
+    mask_CT: added to scores."""
     queries, keys = q_SHCd.shape[2], k_SGTd.shape[2]
     if mask_CT is None:
         mask_CT = _added(_mask(0, keys, 0, q_SHCd.device), q_SHCd.dtype)
@@ -338,9 +334,9 @@ def upload(x: Tensor, device: torch.device | str) -> Tensor:
 def _attend_stacks(
     inputs: AttentionInputs, shapes: list[tuple[int, int]], masks: list[Tensor | None]
 ) -> Tensor:
-    """Compute attention with one call for all sequences of one length, whose tokens come together.
-    shapes: (count, length) of each length. masks: for each length, what is added to the scores [L,
-    L]; None: causal without a window."""
+    """Compute attention with one call for all sequences of one length, whose tokens are
+    consecutive. shapes: (count, length). masks: added to the scores [L, L] of each length; None:
+    causal without a window."""
     q_THd, k_TGd, v_TGd, sinks_H = inputs
     sizes = [count * length for count, length in shapes]
     outputs = []

@@ -1,16 +1,13 @@
 """QTensor, the Format protocol, and the registry of formats.
 
-A format turns a matrix w_NK ([out, in]) into codes and scales and multiplies activations with it,
-as the rollout engine does. It never sees layer names.
+A format turns a matrix w_NK ([out, in]) into codes and scales and multiplies activations with it.
 
 Scales are computed in their stored dtype (float32 unless the format says otherwise), so codes
-depend on the values of the weights alone. Tensors have the names and layouts of the checkpoints
-that other tools read.
+depend on the values of the weights alone. Tensors have the names and layouts of checkpoints.
 
 A fused matrix (qkv, gate-up) is one QTensor; checkpoints hold its parts. `cut` and `stack` convert
-without changing a code: stored tensors are cut along their first dimension. Values kept once a
-matrix, such as NVFP4's global scale, are shared by parts quantized here; parts from elsewhere keep
-their own, one for each row (or block).
+without changing a code. A value kept once a matrix, such as NVFP4's global scale, is shared by
+parts quantized here; parts from elsewhere keep their own, one for each row (or block).
 
 Legend: `quant`.
 """
@@ -46,9 +43,9 @@ EPS = torch.finfo(torch.float32).eps  # the scale of an all-zero channel or grou
 class QTensor:
     """A quantized matrix: named storages (codes, scales) that never move.
 
-    `tensors` are the published bytes, which digests, checkpoints and `copy_` see. `packed` holds
-    what kernels derived from them (`derive`), such as oneDNN's layout. When the codes change, it is
-    dropped on CPU and recomputed elsewhere in the same storages, which a CUDA graph may hold.
+    `tensors` are the bytes that digests and checkpoints see. `packed` holds what kernels derived
+    from them (`derive`), such as oneDNN's layout. When the codes change, it is dropped on CPU and
+    recomputed elsewhere in the same storages, which a CUDA graph may hold.
     """
 
     format: str
@@ -57,7 +54,7 @@ class QTensor:
     packed: dict[str, Any] = field(default_factory=dict)
     makers: dict[str, Callable[[QTensor], Any]] = field(default_factory=dict)
     version: int = 0
-    # the tensor that these codes were made of, its version and ours at that time
+    # the tensor that these codes were made of, its version and this one's at that time
     source: tuple[ref[QTensor], int, int] | None = None
 
     def note_source(self, source: QTensor) -> None:
@@ -69,7 +66,7 @@ class QTensor:
 
     def derive(self, key: str, make: Callable[[QTensor], Any]) -> Any:
         """Return `make(self)`, cached until the codes change. Off the CPU it is a tensor, a tuple
-        of tensors, or one of QTensors over these storages."""
+        of tensors, or a tuple of QTensors over these storages."""
         if key not in self.packed:
             self.packed[key], self.makers[key] = make(self), make
         return self.packed[key]
@@ -80,14 +77,14 @@ class QTensor:
 
     @torch.no_grad()
     def renew(self) -> None:
-        """Drop (on CPU) or recompute what was derived. Call it after a write to `tensors`."""
+        """Update `packed` after a write to `tensors`."""
         self.version += 1
         if self.device.type == "cpu":
             self.packed.clear()
             return
         for key, derived in self.packed.items():
             if isinstance(derived, tuple) and isinstance(derived[0], QTensor):
-                for qtensor in derived:  # over our storages
+                for qtensor in derived:
                     qtensor.renew()
                 continue
             remade = self.makers[key](self)
@@ -95,15 +92,14 @@ class QTensor:
                 old.copy_(new)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the matrix [N, K] that the codes stand for."""
+        """Return the matrix [N, K]."""
         return get_format(self.format).dequantize(self, dtype)
 
     def linear(self, x_MK: Tensor, bias_N: Tensor | None = None, exact: bool = False) -> Tensor:
         return get_format(self.format).linear(x_MK, self, bias_N, exact)
 
     def copy_(self, other: QTensor) -> QTensor:
-        """Copy the codes and scales of `other` in place. ValueError when formats or shapes
-        differ."""
+        """Copy codes and scales in place. ValueError when formats or shapes differ."""
         if (self.format, self.shape) != (other.format, other.shape):
             raise ValueError(
                 f"cannot copy a {other.format} tensor of shape {list(other.shape)} into a "
@@ -122,9 +118,9 @@ class QTensor:
 
     @torch.no_grad()
     def quantize_(self, w_NK: Tensor, amax_1: Tensor | None = None) -> QTensor:
-        """Quantize `w_NK` into this tensor's storages. amax_1: its largest magnitude
-        (`kernels.checksum.amax`), known to be finite, which saves a wait. ValueError, before any
-        write, for another shape or a non-finite value."""
+        """Quantize `w_NK` into these storages. amax_1: its largest magnitude
+        (`kernels.checksum.amax`), known to be finite, which saves a wait for the device.
+        ValueError, before any write, for another shape or a non-finite value."""
         if tuple(w_NK.shape) != self.shape:
             raise ValueError(
                 f"cannot quantize a matrix of shape {list(w_NK.shape)} into one of {list(self.shape)}"
@@ -138,8 +134,7 @@ class QTensor:
         return self
 
     def seen_as(self, format: str) -> QTensor | None:
-        """Return the same storages in another format with the same stored tensors (int4 and w4a8),
-        or None."""
+        """Return the same storages in another format with the same stored tensors, or None."""
         if format == self.format:
             return self
         if stored_format(format) != stored_format(self.format):
@@ -166,14 +161,13 @@ class QTensor:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor has no NaN or infinity. Waits for the device; for many tensors use
+    """Return whether a tensor is finite. Waits for the device; for many tensors use
     `kernels.checksum`."""
     return checksum.finite(checksum.amax([tensor]))[0]
 
 
 def divide(x: Tensor, divisor: float) -> Tensor:
-    """Divide with one rounding on every device; CUDA would multiply by a scalar's rounded
-    reciprocal."""
+    """Divide with one rounding on every device; CUDA multiplies by a scalar's rounded reciprocal."""
     return x / torch.full_like(x, divisor)
 
 
@@ -186,7 +180,7 @@ def multiplicand(q: QTensor, dtype: torch.dtype) -> Tensor:
     """Return the dequantized matrix [N, K] for a product.
 
     A CPU keeps it until the codes change, because unpacking takes longer than a decode step's
-    product. On CUDA it lives for one product unless `keep_dense` asked for it.
+    product. On CUDA it is kept only if `keep_dense` asked for it.
     """
     if q.device.type != "cpu":
         dense_copy = q.packed.get(f"dense {dtype}")
@@ -204,17 +198,17 @@ class Format(ABC):
 
     name: str
     summary: str
-    bits: float  # of a weight, with its group's scales but not its row's
-    group: int | None = None  # weights of a row that share a scale; None: the whole row
+    bits: float  # per weight, with the scales of groups but not of rows
+    group: int | None = None  # weights of a row that share a scale; None: all
     once: tuple[str, ...] = ()  # stored tensors with one entry a matrix
     stored_as: str | None = None  # another format with the same stored tensors
-    dtype: torch.dtype | None = None  # of a dense format: storage and compute dtype
+    dtype: torch.dtype | None = None  # of a dense format
     fallback: str = OWN  # the guard's next format; "": none
 
     rounds: bool = False  # activations (`rounded`), for a product in float32
-    rows: str | None = None  # kind of codes that `product` takes; None: no such product
-    kernel: str = ""  # name in the 4-bit kernels; "": unsupported
-    # name in the kernels of experts, and their tensors; (): unsupported
+    rows: str | None = None  # kind of codes that `product` takes
+    kernel: str = ""  # name in the 4-bit kernels
+    # name in the kernels of experts, and their tensors
     stacked: tuple[str, ...] = ()
 
     scheme: Scheme | None = None  # in compressed-tensors; None: another tool's, or no file's
@@ -222,15 +216,14 @@ class Format(ABC):
     suffixes: Mapping[str, str | None] = {}
     whole_groups: bool = False  # transformers reads no matrix that ends within a group
     read_experts: bool = True  # transformers reads experts in it
-    unread: str = ""  # another reason why transformers cannot read such a folder
+    unread: str = ""  # another reason why transformers cannot read it
 
     @property
     def dense(self) -> bool:
         return FORMATS[self.name].dense
 
     def of(self, layer: str) -> Format:
-        """Return the format of a linear layer, named as in `Transformer.linears`; only
-        `quant.mixed` has several."""
+        """Return the format of a linear layer, named as in `Transformer.linears`."""
         return self
 
     @property
@@ -256,12 +249,11 @@ class Format(ABC):
         """Multiply x with the matrix. exact: a row's bits do not depend on its batch."""
 
     def rounded(self, x_MK: Tensor) -> Tensor:
-        """Return activations rounded as `linear` does, in float32. For formats with `rounds`."""
+        """Return activations rounded as `linear` does, in float32, for formats with `rounds`."""
         raise NotImplementedError(f"{self.name} does not round activations")
 
     def slower_than_float32(self, device: torch.device) -> str:
-        """Return why its products are slower than float32's on the device; "" if nothing says
-        so."""
+        """Return why products are slower than float32's on the device, or ""."""
         return ""
 
     def product(
@@ -279,7 +271,7 @@ class Format(ABC):
         return self.empty((w_NK.shape[0], w_NK.shape[1]), w_NK.device).quantize_(w_NK)
 
     def empty(self, shape: tuple[int, int], device: torch.device) -> QTensor:
-        """Return uninitialised storages for a matrix [N, K]."""
+        """Return uninitialised storages."""
         templates = meta_tensors(self, *shape)
         return QTensor(
             self.name,
@@ -292,12 +284,12 @@ class Format(ABC):
         return Fraction(1)
 
     def finite(self, name: str, tensor: Tensor) -> bool:
-        """Return whether a stored tensor has no NaN or infinity."""
+        """Return whether a stored tensor is finite."""
         return not tensor.is_floating_point() or all_finite(tensor.float())
 
     def describe(self, dtype: torch.dtype, dense: Sequence[str] = ()) -> dict[str, Any] | None:
-        """Return a folder's `quantization_config` in another tool's words, or None for a format
-        with a scheme or without a tool. dense: name endings of modules that stay dense."""
+        """Return `quantization_config` of another tool, or None. dense: name endings of dense
+        modules."""
         return None
 
     def headers_beside(self) -> dict[str, Header]:
@@ -311,12 +303,11 @@ class Format(ABC):
         return {}
 
     def cut(self, q: QTensor, rows: Sequence[int]) -> list[QTensor]:
-        """Return copies of the parts of `rows` rows each, with the same codes and scales.
-        ValueError when a block spans two parts."""
+        """Return copies of the parts of `rows` rows each. ValueError when a block spans two parts."""
         return [part.clone() for part in self.split(q, rows)]
 
     def split(self, q: QTensor, rows: Sequence[int]) -> list[QTensor]:
-        """Return the parts as `cut`, over the storages of `q` instead of copies."""
+        """Return the parts as `cut`, over the storages of `q`."""
         assert sum(rows) == q.shape[0]
         parts = [QTensor(self.name, (size, q.shape[1]), {}) for size in rows]
         for name, tensor in q.tensors.items():
@@ -334,21 +325,20 @@ class Format(ABC):
         for name in parts[0].tensors:
             edges = self._edges(name, num_in, rows)
             pieces = [part.tensors[name] for part in parts]
-            if name in self.once:  # an entry a part becomes one for each of its rows or blocks
+            if name in self.once:
                 counts = [stop - start for start, stop in pairwise(edges)]
                 pieces = [piece.expand(count) for piece, count in zip(pieces, counts, strict=True)]
             stacked[name] = self._once(name, torch.cat(pieces))
         return QTensor(self.name, (sum(rows), num_in), stacked)
 
     def _once(self, name: str, tensor: Tensor) -> Tensor:
-        """Return one entry of a stored tensor that may have one a matrix, if all are equal."""
+        """Return one entry if all are equal and the tensor may have one a matrix."""
         if name in self.once and bool((tensor == tensor[:1]).all()):
             return tensor[:1]
         return tensor
 
     def _edges(self, name: str, num_in: int, rows: Sequence[int]) -> list[int]:
-        """Return where each part of a stored tensor starts along its first dimension, and the end
-        of the last. ValueError when a part ends within a block."""
+        """Return the starts of the parts along a tensor's first dimension, and the end."""
         edges = [row * self.pitch(name, num_in) for row in accumulate(rows, initial=0)]
         if unaligned := [i for i, edge in enumerate(edges[1:-1]) if edge.denominator > 1]:
             raise ValueError(
@@ -359,7 +349,7 @@ class Format(ABC):
 
 
 def dense_from(shape: tuple[int, int]) -> int:
-    """Return the rows beyond which a kept dense matrix beats 4-bit codes (docs/LOG.md)."""
+    """Return the number of rows beyond which a kept dense matrix beats 4-bit codes (docs/LOG.md)."""
     return 64 if shape[0] * shape[1] >= LARGE else 32
 
 
@@ -369,8 +359,7 @@ def float_product(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, exact: bool
 
 
 class WeightOnly(Format):
-    """A format of low-bit storage, whose product is that of the dequantized matrix in the
-    activations' dtype.
+    """A format whose product is that of the dequantized matrix in the activations' dtype.
 
     Codes are decoded within the product for few rows on CUDA (`kernels.matmul.streamed`, exact) and
     for large matrices on a CPU with AVX2 (`kernels.matmul.w4_avx2`, which rounds activations to 16
@@ -413,8 +402,8 @@ def register_format(format: Format) -> None:
 
 @lru_cache(maxsize=1024)
 def meta_tensors(format: Format, rows: int, columns: int) -> dict[str, Tensor]:
-    """Return a matrix's tensors on the meta device. Cached: it costs as much as quantizing a small
-    matrix."""
+    """Return a matrix's tensors on the meta device. Cached, as it takes as long as quantizing a
+    small matrix."""
     return format.encode(torch.empty((rows, columns), device="meta"))
 
 

@@ -1,10 +1,10 @@
-"""The interface of cache policies: which of a sample's keys stay, how many, and from when on.
+"""The interface of cache policies: which keys of a sample stay, how many, and when the rest goes.
 
 `CachePolicy` is arithmetic without torch, for the scheduler's admission. `Selector` is the device
-side, for the runner: it may watch queries, and selects the keys.
+side, for the runner: it selects the keys.
 
-A cache has one length, hence one page table, for all layers and KV heads: every head keeps equally
-many keys, but not the same ones. Keys and new tokens are rotated by their true positions.
+All layers and KV heads share one page table: each head keeps equally many keys, but not the same
+ones. Keys and new tokens are rotated by their true positions.
 
 A new policy is one file that defines both sides:
 
@@ -34,46 +34,43 @@ if TYPE_CHECKING:  # the scheduler imports this file without torch
 
 
 class CachePolicy(ABC):
-    """A policy for the number of keys in a sample's cache, of each layer and head.
+    """A policy for the number of keys in a sample's cache, whatever its batch.
 
-    What a sample keeps does not depend on its batch. Contract: a cache that was just compacted, or
-    has just got its prompt, takes at least one more key: room(kept(n)) >= 1 and
-    room(after_prompt(n)) >= 1.
+    Contract: a cache that was just compacted, or just received its prompt, has room for at least
+    one key: room(kept(n)) >= 1 and room(after_prompt(n)) >= 1.
     """
 
     name: str  # BehaviorTag.kv_policy
     budget: int | None  # BehaviorTag.kv_budget; None keeps every key
-    # Tokens at the end of a prompt that run even if their pages are cached: a policy may watch
-    # their queries. At least 1, for the logits.
+    # Tokens at the end of a prompt that run even if their pages are cached, because a policy may
+    # observe their queries. At least 1, for the logits.
     window: int = 1
 
     @abstractmethod
     def room(self, cached: int) -> int:
-        """Return the keys that a cache of `cached` keys takes before a compaction; 0: compact
-        now."""
+        """Return how many keys a cache of `cached` keys takes before a compaction; 0: compact now."""
 
     @abstractmethod
     def kept(self, cached: int) -> int:
-        """Return the keys that a compaction leaves of `cached`; at least 1."""
+        """Return the number of keys after a compaction of `cached`; at least 1."""
 
     @abstractmethod
     def selector(self, spec: ModelSpec, cache: KVCache, max_batch: int) -> Selector | None:
-        """Create the device side, once an engine, with `num_slots(max_batch)` slots; None for a
-        policy that never compacts."""
+        """Create the device side, once an engine, with `num_slots(max_batch)` slots, or None if the
+        policy never compacts."""
 
     def state_bytes(self, spec: ModelSpec, max_batch: int, bytes_per_number: int) -> int:
         """Return the selector's permanent device memory. bytes_per_number: of queries."""
         return 0
 
     def after_prompt(self, length: int) -> int:
-        """Return the keys that remain before the first decode step. Prefill attends to all of
-        them."""
+        """Return the number of keys before the first decode step. Prefill attends to all keys."""
         return length if self.room(length) else self.kept(length)
 
     def peak(self, cached: int, more: int) -> int:
         """Return the most keys that a cache of `cached` holds while `more` are added one by one.
 
-        This default is for a policy whose later compactions leave no more than the first one.
+        A policy whose later compactions leave more keys than the first must override this.
         """
         room = self.room(cached)
         if more <= room:
@@ -83,9 +80,8 @@ class CachePolicy(ABC):
 
 
 class Selector(ABC):
-    """The device side of a policy, which selects keys and may keep a state for each slot, layer and
-    KV head. What a decode graph reads must keep its storage. All methods are called in stream
-    order."""
+    """The device side of a policy, which selects keys and may keep state for each slot, layer and
+    KV head. Methods are called in stream order. Storage that a decode graph reads must not move."""
 
     watches: bool = False
 
@@ -96,22 +92,21 @@ class Selector(ABC):
         """Copy the state of slots (source, target). All are read before one is written."""
 
     def prefilled(self, layer: int, q_THd: Tensor, chunks: Sequence[PromptChunk]) -> None:  # noqa: B027
-        """Observe the queries of prompt chunks in a layer, packed in the chunks' order. Keys and
-        values are in the chunks' pages. Queries of tokens from the prefix cache are never seen."""
+        """Observe a layer's queries of prompt chunks, packed in the chunks' order, whose keys and
+        values are already in their pages. Tokens from the prefix cache are not observed."""
 
     def decoded(self, layer: int, q_BHd: Tensor, rows: DecodeRows) -> None:  # noqa: B027
-        """Observe a decoded token of each row in a layer; its key is the row's last. Captured in
-        a CUDA graph: no shape or host decision may depend on the rows. Dead rows have the dead
-        slot."""
+        """Observe a decoded token of each row, whose key is the row's last. Captured in a CUDA
+        graph: no shape or host decision may depend on the rows. Dead rows have the dead slot."""
 
     @abstractmethod
     def compact(self, rows: DecodeRows, kept: int) -> Tensor:
-        """Return indices int64 [L, B, G, K] of the `kept` keys of each layer, ascending from 0, the
-        oldest. A state that goes by key is gathered here too."""
+        """Return the indices int64 [L, B, G, K] of the `kept` keys, ascending, 0 the oldest. State
+        of each key is gathered here too."""
 
 
 def prompt_slot(max_batch: int) -> int:
-    """Return the slot of a prompt whose samples are not all admitted; they copy its state later."""
+    """Return the slot of a prompt, until all its samples are admitted and have copied its state."""
     return max_batch
 
 
@@ -125,7 +120,7 @@ def num_slots(max_batch: int) -> int:
 
 
 def copy_slots(state_LS: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy a state [L, S, ...] of slots (source, target). All are read before one is written."""
+    """Copy a state [L, S, ...] as `Selector.copy` does."""
     sources, targets = (list(slots) for slots in zip(*pairs, strict=True))
     state_LS[:, targets] = state_LS[:, sources]
 
@@ -134,8 +129,8 @@ def copy_slots(state_LS: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
 class Compaction:
     """The policy keeps `kept` of the `cached` keys in `pages`, which move to `targets`.
 
-    No target is shared or can be served again. Targets that are among `pages`, and then of no other
-    compaction, come first and are consecutive in `pages`, so that keys can move in place
+    No target is shared or can be served again. Targets that are among `pages` come first, belong to
+    no other compaction and are consecutive in `pages`, so keys can move in place
     (`kernels.kv_eviction.move`).
     """
 
@@ -151,12 +146,12 @@ class Compaction:
 class Footprint:
     """Pages that a request can need under a policy."""
 
-    prompt: int  # pages of the prompt as it runs
+    prompt: int  # while it runs
     base: int  # keys, not pages, that every sample begins with
-    compacted: int  # pages of a compacted prompt's base, in addition to `prompt`; else 0
-    evicts: bool  # a sample's cache may be compacted while it decodes
-    writer: int  # a sample's own pages, at worst, if it appends to the base's last page
-    sibling: int  # and if it copies that page first
+    compacted: int  # more pages, for the base of a compacted prompt
+    evicts: bool  # while a sample decodes
+    writer: int  # most pages of a sample that appends to the base's last page
+    sibling: int  # most pages of a sample that copies that page first
 
     @property
     def alone(self) -> int:
@@ -169,7 +164,7 @@ def footprint(policy: CachePolicy, prompt: int, response: int, page_size: int) -
     last token is never stored.
 
     A sample shares the base's pages until its first compaction. Shared pages are never edited, so
-    after it all pages are the sample's own.
+    afterwards all pages are its own.
     """
     base = policy.after_prompt(prompt)
     peak = policy.peak(base, response - 1)

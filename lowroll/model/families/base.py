@@ -1,8 +1,4 @@
-"""What a family may say of its models: norms, positions, windows, and the family's description.
-
-A decoder is described by flags and sizes; what is left out of them is as in Llama. Positions are
-rotated by `Rope`s; each layer has one of the model's, or none, and may have a window.
-"""
+"""Descriptions of model families: norms, positions, windows, and the defaults, which are Llama's."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from typing import Any, NamedTuple
 
 from lowroll.model.config_values import flag, integer, layer_list, positive
 
-Values = Mapping[str, Any]  # the attributes of transformers' configuration
+Values = Mapping[str, Any]  # attributes of transformers' configuration
 # a block's norms: attribute and the name in checkpoints, in the order of files
 PRE_NORMS = (
     ("input_norm", "input_layernorm"),
@@ -26,9 +22,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 class RopeScaling:
     """A change of the frequencies for contexts longer than those of pretraining.
 
-    kind: `linear`, `llama3` or `yarn`. low and high: llama3's frequency factors, YaRN's
-    `beta_slow` and `beta_fast`. magnitude: what cos and sin are multiplied by. truncate: whether
-    YaRN's borders are whole pairs.
+    kind: `linear`, `llama3` or `yarn`. low and high: llama3's frequency factors, YaRN's `beta_slow`
+    and `beta_fast`. magnitude: factor of cos and sin. truncate: YaRN's borders are whole pairs.
     """
 
     kind: str
@@ -42,8 +37,8 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions: the base, how many numbers of a head are rotated, and whether pairs are
-    neighbours (2i, 2i + 1) in place of halves (i, i + dims / 2)."""
+    """Rotary positions. theta: the base. dims: numbers of a head that are rotated. interleaved:
+    pairs are neighbours (2i, 2i + 1), not halves (i, i + dims / 2)."""
 
     theta: float
     dims: int
@@ -53,19 +48,19 @@ class Rope:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What differs between layers. rope: an index into the spec's `ropes`, None: no positions.
+    """The differences between layers. rope: an index into the spec's `ropes`, None: no positions.
     window: the last keys that a query sees, itself included; 0: all."""
 
     rope: int | None = 0
     window: int = 0
-    mixer: str = "attention"  # or `delta`: a gated delta net, with a state in place of keys
+    mixer: str = "attention"  # or `delta`: a gated delta net
 
 
 @dataclass(frozen=True)
 class DeltaSpec:
     """The sizes of gated delta nets. A key head serves consecutive value heads. taps: of the
-    convolution. grouped: one matrix in checkpoints has q, k, v and z by key head, and another b and
-    a (Qwen3-Next); else they are matrices, q, k and v together (Qwen3.5)."""
+    convolution. grouped: checkpoints have one matrix of q, k, v and z by key head, and one of b and
+    a (Qwen3-Next), not separate ones (Qwen3.5)."""
 
     key_heads: int
     value_heads: int
@@ -91,7 +86,7 @@ class DeltaSpec:
 
     @property
     def input_parts(self) -> dict[str, int]:
-        """Return the rows of the matrices that make q, k, v and z, by their names in checkpoints."""
+        """Return the rows of the matrices that make q, k, v and z, by name in checkpoints."""
         if self.grouped:
             return {"in_proj_qkvz": self.channels + self.values}
         return {"in_proj_qkv": self.channels, "in_proj_z": self.values}
@@ -111,9 +106,9 @@ class DeltaSpec:
 
 @dataclass(frozen=True)
 class LatentSpec:
-    """The sizes of multi-head latent attention. query_rank, kv_rank: of the latents that queries,
-    and keys and values, are made of; query_rank 0: queries are made directly. A head of q and k has
-    nope_dim numbers without positions, then rope_dim rotated ones; one of v has value_dim."""
+    """The sizes of multi-head latent attention. query_rank, kv_rank: of the latents; query_rank 0:
+    queries have none. A head of q and k has nope_dim numbers without positions, then rope_dim
+    rotated ones; one of v has value_dim."""
 
     query_rank: int
     kv_rank: int
@@ -126,8 +121,8 @@ class LatentSpec:
         return self.nope_dim + self.rope_dim
 
     def matrices(self, heads: int, hidden_size: int) -> dict[str, tuple[dict[str, int], int]]:
-        """Return (the rows of the stacked matrices by their names in checkpoints, the in features)
-        of each linear layer, in the order of files."""
+        """Return (the rows of the stacked matrices by name in checkpoints, the in features) of each
+        linear layer, in the order of files."""
         queries, latents = heads * self.head_dim, self.kv_rank + self.rope_dim
         low_rank = {"q_a_proj": self.query_rank} if self.query_rank else {"q_proj": queries}
         q_b = {"q_b": ({"q_b_proj": queries}, self.query_rank)} if self.query_rank else {}
@@ -158,9 +153,9 @@ class ClampedGate(NamedTuple):
 
 @dataclass(frozen=True)
 class SigmoidScores:
-    """A router whose experts do not compete: their scores are sigmoids, and a correction of each
-    expert is added for the choice alone. Of the experts in `groups` equal groups, those of the
-    `groups_kept` best can be chosen. scale: of the weights of the chosen."""
+    """A router with sigmoid scores. A correction of each expert is added for the choice alone.
+    Experts are in `groups` equal groups, and chosen from the `groups_kept` best. scale: of the
+    chosen weights."""
 
     groups: int = 1
     groups_kept: int = 1
@@ -169,14 +164,13 @@ class SigmoidScores:
 
 @dataclass(frozen=True)
 class MixtureSpec:
-    """The experts that replace the dense MLP of layers. Without experts `num_experts` is 0.
+    """The experts that replace the dense MLP. Without experts `num_experts` is 0.
 
-    dense_layers: the first layers, which have a dense MLP all the same. expert_size: the
-    intermediate size of one expert. shared_size: that of an expert that takes every token, 0 without;
-    shared_gate: it has a gate. renormalize: a token's weights sum to 1. scores: of routers; None: a
-    softmax over all experts. has_biases: of the router and of all matrices of experts. clamped_gate:
-    None for plain SwiGLU. stacked: saved folders hold a layer's experts as one tensor
-    (`model.stacked`).
+    dense_layers: the number of first layers that keep a dense MLP. expert_size: intermediate size
+    of one expert. shared_size: that of an expert that takes every token, 0 without. renormalize: a
+    token's weights sum to 1. scores: of routers; None: a softmax over all experts. has_biases: of
+    the router and all experts. clamped_gate: None for plain SwiGLU. stacked: saved folders hold a
+    layer's experts as one tensor (`model.stacked`).
     """
 
     num_experts: int = 0
@@ -207,14 +201,13 @@ class MixtureSpec:
 class Family:
     """A row of the table of families.
 
-    model_type, architecture: as config.json has them; transformers' class of the type parses it.
-    describe: returns the fields of `ModelSpec` that differ from a Llama's, given the parsed
-    configuration; its ValueErrors name keys. keys: what the family reads beside the common keys.
-    activation_key, activation: where the MLP's activation stands, and the one that is supported.
-    inside: model type and architecture of a model of images and text whose `text_config` it is,
-    with its tensors at `model.language_model`. lacks: required keys that it does not have.
-    brings_code: its published folders name code of their own, from before transformers had the
-    family, in place of which transformers' computation is that of this package.
+    model_type, architecture: as in config.json. describe: returns the fields of `ModelSpec` that
+    differ from Llama's, given the parsed configuration; its ValueErrors name keys. keys: read
+    beside the common keys. activation_key, activation: where the MLP's activation stands, and the
+    supported one. inside: model type and architecture of a model of images and text whose
+    `text_config` it is, with its tensors at `model.language_model`. lacks: required keys that it
+    does not have. brings_code: published folders name code of their own; the computation here is
+    transformers' instead.
     """
 
     model_type: str
@@ -240,7 +233,7 @@ def rope_of(
     values: Values, rope: Values | None = None, partial: bool = False, interleaved: bool = False
 ) -> Rope:
     """Return the rotary positions of `rope_parameters`, or those given. partial: heads may be
-    rotated in part. interleaved: as in `Rope`. ValueError for a rope_type that is not supported."""
+    rotated in part. interleaved: as in `Rope`. ValueError for an unsupported rope_type."""
     rope = values["rope_parameters"] if rope is None else rope
     if not isinstance(rope, Mapping) or "rope_type" not in rope:
         raise ValueError(
@@ -319,8 +312,7 @@ def ropes_by_type(values: Values) -> tuple[Rope, Rope]:
 
 
 def windowed(values: Values, sliding: list[bool]) -> tuple[LayerSpec, ...]:
-    """Return layers of which some have the configuration's `sliding_window`. A window as long as
-    the context is none."""
+    """Return layers of which some have `sliding_window`, unless it is as long as the context."""
     if not any(sliding):
         return ()
     window = integer(values, "sliding_window")
@@ -330,8 +322,7 @@ def windowed(values: Values, sliding: list[bool]) -> tuple[LayerSpec, ...]:
 
 
 def sliding_ropes(values: Values) -> dict[str, Any]:
-    """Return the layers of a family with windows and positions of their own in some, with both
-    kinds of positions: those of full layers are the first."""
+    """Return the positions of full and of sliding layers, in this order, and the layers."""
     sliding = sliding_layers(values)
     windows = windowed(values, sliding) or (LayerSpec(),) * len(sliding)
     return {
