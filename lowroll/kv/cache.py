@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 class KVCache:
     """Storage of `num_pages` pages a layer, zero-filled so that an unwritten slot holds no NaN.
 
-    dtype: of the keys and values that it takes and gives. `buffers`: for each of `columns` a list
-    of tensors [pages, page, G, width], one a layer. `virtual_memory` backs them on CUDA where
-    supported, else None.
+    dtype: of the keys and values that it takes and gives. `buffers`: for each of `columns` the
+    tensors [pages, page, G, width] of all layers. `virtual_memory` backs them on CUDA where
+    supported.
     """
 
     skips_negative_slots = True  # `write` skips their tokens
-    exact = False  # a query's bits do not depend on batch or chunk (`Transformer.be_exact`)
+    exact = False  # see `Transformer.be_exact`
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class KVCache:
     ) -> None:
         self.page_size, self.dtype, self.device = page_size, dtype, torch.device(device)
         self.released = False
-        self.windows = spec.windows  # of layers, empty for none
-        self.recurrent: RecurrentStates | None = None  # of layers with a state in place of keys
-        shapes = []  # all layers of the first column, then of the next
+        self.windows = spec.windows
+        self.recurrent: RecurrentStates | None = None
+        shapes = []
         for width, column_dtype in self.columns(spec, dtype):
             for has_keys in spec.layers_with_keys:
                 num_layer_pages = num_pages if has_keys else 0
@@ -118,7 +118,7 @@ class KVCache:
         self.released = True
 
     def restore(self) -> None:
-        """Allocate zeros again after `release`. The cache stays released if memory is short."""
+        """Allocate zeros again. The cache stays released if memory is short."""
         if not self.released:
             return
         try:
@@ -141,24 +141,24 @@ class KVCache:
         return k_TGd, v_TGd
 
     def read(self, layer: int, slots_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values [T, G, d] of these slots."""
+        """Return keys and values [T, G, d]."""
         return (
             self.keys[layer].flatten(0, 1).index_select(0, slots_T),
             self.values[layer].flatten(0, 1).index_select(0, slots_T),
         )
 
     def gather_keys(self, layer: int, table_BP: Tensor) -> Tensor:
-        """Return keys [B, G, N, d] of these pages, N = P * page. Beyond a row's length they are
-        finite but arbitrary."""
+        """Return keys [B, G, N, d] of these pages, N = P * page, finite but arbitrary beyond a
+        row's length."""
         return gather_pages(self.keys[layer], table_BP)
 
     def key_pages(self, table_BP: Tensor) -> tuple[Sequence[Tensor], Tensor]:
-        """Return the keys of these pages in all layers, as numbers [p, page, G, d], and tables into
-        them: the buffers themselves, where keys are not encoded."""
+        """Return the keys of these pages in all layers [p, page, G, d], and tables into them: the
+        buffers themselves, where keys are not encoded."""
         return self.keys, table_BP
 
     def decode(self, layer: int, inputs: AttentionInputs, rows: DecodeRows) -> Tensor:
-        """Append each row's new key and value, and attend over those of the layer's window."""
+        """Append each row's new key and value, and attend over the layer's window."""
         q_BHd, k_BGd, v_BGd, sinks_H = inputs
         new_rows = (q_BHd, k_BGd, v_BGd)
         cached = (self.keys[layer], self.values[layer], rows.table_BP, rows.lengths_B)
@@ -179,8 +179,8 @@ class KVCache:
 def _allocate(
     shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device
 ) -> tuple[list[Tensor], VirtualMemory | None]:
-    """Allocate buffers of zeros, each from a multiple of 512 bytes on. Where the device has virtual
-    memory, they lie in one piece of it, which is returned too."""
+    """Allocate buffers of zeros, aligned to 512 bytes, in one piece of virtual memory if the device
+    has it."""
     if device.type != "cuda" or not virtual_memory_works(device):
         return [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes], None
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]

@@ -4,9 +4,9 @@
     decay = -exp(A_log) softplus(W_a x + dt_bias)                      beta = sigmoid(W_b x)
     y = W_o (rms_norm(delta_rule(q, k, v, decay, beta)) * weight * silu(W_z x))
 
-(Yang et al. 2024, arXiv 2412.06464.) Convolution and rule have states, so they are an argument, as
-attention is: the net calls `recur(layer, inputs) -> o_THv`. The
-learner passes `packed_recurrence`. Everything between the products is float32.
+(Yang et al. 2024, arXiv 2412.06464.) Convolution and rule have states, so they are an argument,
+`recur(layer, inputs) -> o_THv`; the learner passes `packed_recurrence`. Everything between the
+products is float32.
 
 Legend: T packed tokens, D hidden size, G key heads, H value heads, k key size, v value size, C
 channels of q, k and v, K taps of the convolution.
@@ -46,8 +46,8 @@ def split_heads(sizes: DeltaSpec, qkv_TC: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 class DeltaInputs(NamedTuple):
-    """What a recurrence reads of tokens: q, k and v before the convolution, the logarithms of
-    decays and beta, float32; and the convolution's weight."""
+    """The inputs of a recurrence: q, k and v before the convolution, the logarithms of decays and
+    beta, float32, and the convolution's weight."""
 
     qkv_TC: Tensor
     decay_TH: Tensor
@@ -65,7 +65,7 @@ Recur = Callable[[int, DeltaInputs], Tensor]
 
 @dataclass(frozen=True)
 class Mixing:
-    """Attention with the recurrence of other layers beside it, over the same tokens."""
+    """Attention and the recurrence of other layers over the same tokens."""
 
     attend: Attend
     recur: Recur
@@ -85,7 +85,7 @@ def packed_recurrence(lengths: Sequence[int]) -> Recur:
 
 
 class GatedDeltaNet(nn.Module):
-    """The mixer of tokens of one layer. Parameters are uninitialized.
+    """The token mixer of a layer. Parameters are uninitialized.
 
     The matrix of b and a is never quantized: it is small, and decides how long a state remembers.
     """
@@ -117,7 +117,7 @@ class GatedDeltaNet(nn.Module):
         self.o = layers.linear(sizes.values, {"out_proj": hidden_size}, False, device, dtype)
 
     def forward(self, x_TD: Tensor, recur: Recur) -> Stream:
-        """Return what the layer adds to the residual stream [T, D]."""
+        """Return the layer's update of the residual stream [T, D]."""
         qkv_TC, z_THv, beta_TH, decay_TH = self.project(x_TD)
         weight_CK = self.conv_weight.squeeze(1)
         o_THv = recur(self.layer, DeltaInputs(qkv_TC, decay_TH, beta_TH, weight_CK, self.sizes))
@@ -129,7 +129,7 @@ class GatedDeltaNet(nn.Module):
         sizes = self.sizes
         qkvz = dense(self.qkvz(self.qkvz.read(x_TD)))
         ba = F.linear(x_TD, self.ba_weight)
-        if sizes.grouped:  # the checkpoint's order: a key head, with the value heads that it serves
+        if sizes.grouped:  # the checkpoint's order
             heads = sizes.value_heads // sizes.key_heads
             values = heads * sizes.value_dim
             q_TC, k_TC, v_TC, z_TC = _ungrouped(
@@ -152,8 +152,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def _ungrouped(x_TN: Tensor, sizes: DeltaSpec, widths: list[int]) -> list[Tensor]:
-    """Return the parts [T, ...] of rows that are grouped by key head. widths: of each part in a
-    group."""
+    """Return the parts [T, ...] of rows grouped by key head. widths: of each part in a group."""
     x_TGe = x_TN.unflatten(-1, (sizes.key_heads, -1))
     return [part.flatten(1) for part in x_TGe.split(widths, dim=-1)]
 

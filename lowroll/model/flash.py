@@ -1,16 +1,17 @@
-"""Attention by torch's kernels that give log-sum-exps: over packed sequences on CUDA, and with sinks.
+"""Attention by torch's kernels that give log-sum-exps: over packed sequences on CUDA, and with
+sinks.
 
 With the log-sum-exp of plain attention, a sink scales the output of a query head:
 
     lse' = log(exp(lse) + exp(sink)),    o' = o exp(lse - lse')
 
-torch's backward pass takes the output and a log-sum-exp: with those of the sink, its probabilities
-exp(s - lse') and its row sums of do * o' are those of attention with the sink, so the gradients of q,
-k and v are exact. The sink's value is zero, which leaves the row sum alone:
+torch's backward pass, given o' and lse', has the probabilities exp(s - lse') and row sums of do *
+o' of attention with the sink, so the gradients of q, k and v are exact. The sink's value is zero:
 
     dsink = -sum over queries of exp(sink - lse') sum(do * o')
 
-Legend: C query tokens, T key tokens, H query heads, G key-value heads, d head size, X any leading axes.
+Legend: C query tokens, T key tokens, H query heads, G key-value heads, d head size, X any leading
+axes.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Packed:
     window: int = 0
 
     def forward(self, q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> tuple[Tensor, Tensor]:
-        # without dropout; a window's end at the query makes it causal, too
+        # a window that ends at the query is causal
         o_CHd, lse_HC, *_ = torch.ops.aten._flash_attention_forward(
             q_CHd, k_TGd, v_TGd, *self._places, 0.0, self.window == 0, False, **self._window
         )
@@ -105,8 +106,8 @@ class Packed:
 
 @dataclass(frozen=True)
 class Masked:
-    """Attention of sequences of one length on a CPU, [S, C, H, d]. added_CT: is added to scores;
-    None: causal."""
+    """Attention of sequences of one length on a CPU, [S, C, H, d]. added_CT: added to scores; None:
+    causal."""
 
     added_CT: Tensor | None = None
 
@@ -153,7 +154,7 @@ def attend_packed(
 def attend(
     q_XHd: Tensor, k_XGd: Tensor, v_XGd: Tensor, sinks_H: Tensor | None, kernel: AttentionKernel
 ) -> Tensor:
-    """Compute attention by a kernel, with sinks where there are any. Differentiable."""
+    """Compute attention by a kernel, with sinks if any. Differentiable."""
     o_XHd = _Attention.apply(q_XHd, k_XGd, v_XGd, sinks_H, kernel)
     assert isinstance(o_XHd, Tensor)
     return o_XHd

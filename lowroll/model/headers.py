@@ -1,5 +1,4 @@
-"""The names, shapes, dtypes and formats of a model folder, checked against its file headers before
-allocation."""
+"""A model folder's tensors and formats, checked against its file headers before allocation."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ Layouts = StoredLayout | PackedWeights | MixedLayout
 
 def read_headers(folder: Path) -> tuple[ModelSpec, Layouts | None, dict[str, Path]]:
     """Read a folder's spec, the layout of its linear layers, and the file of each tensor.
-    Raises ValueError under the same conditions as `hf.load`, except that it does not read the
-    values of tensors."""
+    ValueError as `hf.load`, except for the values of tensors."""
     spec = read_spec(folder)
     layout = read_folder_layout(folder)
     if isinstance(layout, StoredLayout | MixedLayout) and layout.rotated:
@@ -66,8 +64,8 @@ def read_headers(folder: Path) -> tuple[ModelSpec, Layouts | None, dict[str, Pat
 
 
 def refuse_two_rotations(spec: ModelSpec, what: object) -> None:
-    """Raise ValueError for a model whose down projections would be rotated in blocks of different
-    widths, which a folder's transforms, by kind of matrix, cannot say. what: to name."""
+    """Raise ValueError if down projections would be rotated in blocks of different widths: a folder
+    has one width for a kind of matrix. what: to name."""
     widths = {rotation.width(size) for size in widths_of_down(spec)}
     if len(widths) > 1:
         raise ValueError(
@@ -110,9 +108,9 @@ def low_bit_format(folder: Path, dtype: torch.dtype | None = None) -> str | None
 
 
 def exact_format(folder: Path, dtype: torch.dtype | None = None) -> str | None:
-    """Return the low-bit format that holds the linear layers exactly: that of `low_bit_format`, or
-    of a dense folder's GGUF file, or None. dtype: in which dense weights will be read; only float32
-    keeps a GGUF file's numbers exactly."""
+    """Return the low-bit format that holds the linear layers exactly, of the folder or its GGUF
+    file, or None. dtype: in which dense weights will be read; only float32 keeps a GGUF file's
+    numbers exactly."""
     folder_format = low_bit_format(folder, dtype)
     return (
         gguf.format_of(folder)
@@ -147,8 +145,8 @@ def own_format(
 
 
 def stored_names(part: str, shape: tuple[int, ...], layout: Layouts | None) -> dict[str, Header]:
-    """Return the tensors that a folder holds for a parameter of this HF name and shape, with the
-    shape and the dtypes that each may have."""
+    """Return the shape and the possible dtypes of each stored tensor of a parameter, given its HF
+    name."""
     module = part.removesuffix(".weight")
     module_layout = None if layout is None or not is_linear(part) else layout.of(module)
     if module_layout is None:
@@ -221,7 +219,7 @@ def _check_headers(
         wanted_headers |= headers
     if layout is not None:
         _check_quantized(folder, found_headers, wanted_headers)
-    # Old Llama checkpoints store the rotary table; tied ones may repeat the embedding as lm_head.
+    # Old Llama checkpoints store the rotary table; tied ones may repeat the embedding.
     unexpected = [
         name
         for name in found_headers
@@ -242,8 +240,8 @@ def require_headers(
     unexpected: Sequence[str],
     shapes_of: str = "",
 ) -> None:
-    """Raise ValueError for missing or `unexpected` tensors, then for other shapes or dtypes than the
-    wanted ones. shapes_of: what asks for the shapes, for the message."""
+    """Raise ValueError for missing or `unexpected` tensors, or shapes or dtypes that are not
+    wanted. shapes_of: what asks for the shapes, for the message."""
     present = [name for name in wanted if name in found]
     shapes = [
         f"{name} {list(found[name][0])} instead of {list(wanted[name][0] or ())}"
@@ -277,8 +275,8 @@ def _check_tied(folder: Path, embedding: str, files: dict[str, Path]) -> None:
 
 
 def stored_parameters(spec: ModelSpec, layout: Layouts | None) -> dict[str, dict[str, Header]]:
-    """Return the shapes and dtypes of the tensors that each parameter is read from, by its internal
-    name. ValueError as `StackedTensor.headers`."""
+    """Return the headers of the tensors of each parameter, by internal name. ValueError as
+    `StackedTensor.headers`."""
     stacks = stacked.stored_tensors(spec)
     in_mxfp4 = isinstance(layout, ExpertsInMXFloat4)
     parameters: dict[str, dict[str, Header]] = {}

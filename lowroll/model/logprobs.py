@@ -1,15 +1,13 @@
 """The only path from logits to log-probs, for sampler and learner, in float32.
 
-`token_log_probs` applies `log_probs` to drawn tokens in chunks of rows, so that the [T, V] logits
-never exist, forward or backward:
+`token_log_probs` works in chunks of rows, so that the [T, V] logits never exist:
 
     z = h W' / temperature,   logp = z[y] - lse(z),   entropy = lse(z) - sum_v softmax(z)_v z_v
     G = (onehot(y) - softmax(z)) / temperature,       d logp / d h = G W,       d logp / d W = G' h
 
-With a frozen W (LoRA) the forward pass computes d logp / d h, one row [D] a token. A trained W
-needs G: the forward pass keeps it for the first chunks, in the dtype of W, and the incoming
-gradient g scales the other factor, d W = G' (g h); for the others the backward pass recomputes the
-logits.
+With a frozen W (LoRA) the forward pass computes d logp / d h. A trained W needs G: the forward pass
+keeps it for the first chunks, in the dtype of W, and the incoming gradient g scales the other
+factor, d W = G' (g h); for the others the backward pass recomputes the logits.
 
 On CUDA products of half-precision matrices give unrounded float32 logits. G is kept only there, at
 half of the logits' size.
@@ -30,7 +28,7 @@ from lowroll.kernels.matmul import ordered
 from lowroll.kernels.sampling import token_logprobs
 from lowroll.kernels.training import logprobs as kernels
 
-KEPT = 3  # chunks whose G is kept: at most two with G beside one chunk's logits
+KEPT = 3  # chunks whose G is kept
 
 
 def log_probs(logits_TV: Tensor, temperature: float = 1.0) -> Tensor:
@@ -52,8 +50,8 @@ def token_log_probs(
     """Return each target's log-prob and its distribution's entropy, both [T] float32.
 
     `hidden_TD[t]` predicts `targets_T[t]`; `weight_VD` is the lm_head. Only the log-probs carry
-    gradient. `chunk` rows of logits exist at a time. exact: a row's logits do not depend on its
-    batch (`kernels.batch_invariant`). ValueError for a temperature that is not above 0.
+    gradient. exact: a row's logits do not depend on its batch (`kernels.batch_invariant`).
+    ValueError for a temperature that is not above 0.
     """
     if not temperature > 0:
         raise ValueError(f"temperature: log-probs need a temperature above 0, got {temperature}")
@@ -61,8 +59,8 @@ def token_log_probs(
 
 
 def logits(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
-    """Return logits [T, V], differentiable in both: on CUDA unrounded float32 sums of
-    half-precision products, else in the model's dtype."""
+    """Return logits [T, V], differentiable: on CUDA unrounded float32 sums of half-precision
+    products, else in the model's dtype."""
     if not _wide(hidden_TD):
         return F.linear(hidden_TD, weight_VD)
     return _Logits.apply(hidden_TD, weight_VD)
@@ -84,9 +82,6 @@ class _Logits(torch.autograd.Function):
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """`token_log_probs`. If only the hidden states need a gradient, the forward pass computes d
-    logp / d h; else `ctx.kept` has G of the first chunks."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -108,13 +103,13 @@ class _TokenLogProbs(torch.autograd.Function):
             slope_TD = torch.empty_like(hidden_TD)
             buffer_CV = weight_VD.new_empty(min(chunk, len(hidden_TD)), len(weight_VD))
         num_kept = _kept(hidden_TD) if needs_weight else 0
-        ctx.kept = {}  # G by chunk; its reader drops it
+        ctx.kept = {}  # G by chunk
         for i, rows in enumerate(_chunks(hidden_TD, chunk)):
             if exact:
                 logits_CV = ordered.product(hidden_TD[rows], weight_VD, dtype=torch.float32)
             else:
                 logits_CV = float32_product(hidden_TD[rows], weight_VD.t())
-            grad_CV: Tensor | None = None  # G, which `_chunk_log_probs` writes
+            grad_CV: Tensor | None = None
             if buffer_CV is not None:
                 grad_CV = buffer_CV[: len(logits_CV)]
             elif i < num_kept:
@@ -144,7 +139,7 @@ class _TokenLogProbs(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight_VD, dtype=torch.float32)
         for i, rows in enumerate(_chunks(hidden_TD, ctx.chunk)):
             hidden_CD = hidden_TD[rows]
-            # a kept G lacks the factor g of each row; one that is recomputed has it
+            # a kept G lacks the factor g of each row
             scale_C1 = grad_T[rows, None] if i in ctx.kept else None
             if scale_C1 is not None:
                 grad_CV = ctx.kept.pop(i)
@@ -186,7 +181,6 @@ def _chunks(hidden_TD: Tensor, chunk: int) -> list[slice]:
 
 
 def _kept(hidden_TD: Tensor) -> int:
-    """Return the number of chunks whose G is kept."""
     return KEPT if _wide(hidden_TD) else 0
 
 

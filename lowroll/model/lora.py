@@ -1,9 +1,9 @@
 """LoRA (Hu et al. 2021): y += (alpha / r) B A x, trained in float32 on a frozen base.
 
-On disk an adapter has PEFT's format: `adapter_model.safetensors` with
+An adapter folder has PEFT's format: `adapter_model.safetensors` with
 `base_model.model.<module>.lora_A.weight` [r, in] and `lora_B.weight` [out, r], and
-`adapter_config.json`. In memory, each part of a fused matrix (q, k, v; gate, up) has its own pair.
-The folder also records the base (`lowroll.model.adapter_base`) and has a card.
+`adapter_config.json`; beside it a record of the base (`lowroll.model.adapter_base`) and a card.
+Each part of a fused matrix (q, k, v; gate, up) has its own pair.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from lowroll.quant.formats import QTensor, all_finite
 from lowroll.quant.layouts import LINEARS
 from lowroll.types import printable
 
-# all matrices; of q, k, v, and of gate, up, a model may have one fused matrix (`adapted_parts`)
+# a model may store q, k, v or gate, up as one fused matrix (`adapted_parts`)
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _NAMES = tuple(suffix.removeprefix(".") for suffix in LINEARS)
-# PEFT config keys that are read or have no effect; others must be neutral
+# keys of PEFT's config that are read or have no effect; others must be neutral
 _KNOWN_KEYS = {
     "peft_type",
     "task_type",
@@ -56,7 +56,7 @@ _KNOWN_KEYS = {
     "qalora_group_size",
 }
 _NEUTRAL_VALUES: tuple[object, ...] = (None, False, "none", "", [], {})
-# matrices that do not read a norm of the residual stream
+# matrices that do not read a norm
 _ELSEWHERE = ("o_proj", "out_proj", "down_proj", "q_b_proj", "kv_b_proj")
 _LORA_A_AFTER_NORM = tuple(f"{part}.lora_A.weight" for part in _NAMES if part not in _ELSEWHERE)
 _FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
@@ -78,11 +78,10 @@ _PEFT_MODULES = {
 def attach(
     model: Transformer, rank: int, alpha: float, targets: Sequence[str] = TARGETS, seed: int = 0
 ) -> Transformer:
-    """Freeze the model and add a fresh adapter, exactly the identity, to every target part: A
-    uniform (Kaiming, a = sqrt 5), B zero.
+    """Freeze the model and add a fresh adapter, the identity, to every target: A uniform (Kaiming,
+    a = sqrt 5), B zero.
 
-    ValueError names an unknown target, a rank below 1, or targets that are experts' matrices, which
-    are unsupported.
+    ValueError for an unknown target, a rank below 1, or matrices of experts.
     """
     check(model.spec, rank, alpha, targets)
     needed_bytes = 4 * sum(
@@ -116,7 +115,7 @@ def attach(
 
 def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> None:
     """Raise ValueError unless a model of this spec can have the adapter."""
-    # a text, whose letters would count as targets, is one unknown name
+    # the letters of a text would count as targets
     unknown = [targets] if isinstance(targets, str) else sorted(set(targets) - set(_NAMES))
     if unknown or not targets:
         raise ValueError(
@@ -130,7 +129,7 @@ def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> N
             f"{', '.join(attention_targets(spec))}"
         )
     parts = list(features_read(spec))
-    present: set[str] = set()  # the names that adapted parts have, here or where they are not fused
+    present: set[str] = set()
     for part in adapted_parts(parts, targets):
         present |= {part, *FUSED.get(part, ())}
     if absent := sorted(set(targets) - present):
@@ -144,7 +143,7 @@ def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> N
         raise ValueError(f"lora_alpha: expected a finite number, got {alpha}")
 
 
-# of latent attention: vLLM loads an adapter of this matrix and applies it nowhere (issue #48974)
+# of latent attention: vLLM loads an adapter of this matrix and does not apply it (issue #48974)
 NOT_IN_VLLM = "kv_b_proj"
 
 
@@ -155,8 +154,7 @@ def attention_targets(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def adapted_parts(parts: Iterable[str], targets: Sequence[str]) -> list[str]:
-    """Return the parts of a layer that have an adapter: those named, and a fused matrix all of
-    whose parts are named."""
+    """Return the adapted parts of a layer: those named, and a fused matrix all of whose parts are."""
     return [
         part
         for part in parts
@@ -191,7 +189,7 @@ def merge(model: Transformer) -> Transformer:
             for part in linear.adapter.a:
                 update = linear.adapter.b[part] @ linear.adapter.a[part] * linear.adapter.scaling
                 rows = linear.rows(part)
-                linear.weight[rows] = linear.weight[rows].float() + update  # rounded to its dtype
+                linear.weight[rows] = linear.weight[rows].float() + update
         linear.adapter = None
     return model
 
@@ -215,7 +213,7 @@ def unscaled(tensors: Mapping[str, Tensor], input_scale: float) -> dict[str, Ten
 
 
 def wanted(model: Transformer, rank: int) -> dict[str, tuple[int, ...]]:
-    """Return the tensor shapes of an adapter of this rank, for all parts that have one here."""
+    """Return the shapes of the tensors of an adapter of this rank."""
     return {
         name: (rank, p.shape[1]) if name.endswith(".lora_A.weight") else (p.shape[0], rank)
         for name, p in _named_parameters(model)
@@ -223,8 +221,7 @@ def wanted(model: Transformer, rank: int) -> dict[str, tuple[int, ...]]:
 
 
 def are_whole_targets(lacking: Set[str], every: Set[str]) -> bool:
-    """Return whether an adapter lacks some targets entirely, but not all. lacking, every: PEFT's
-    names."""
+    """Return whether an adapter lacks some targets entirely, but not all, given PEFT's names."""
     targets = {name.split(".")[-3] for name in lacking}
     of_targets = {name for name in every if name.split(".")[-3] in targets}
     return lacking == of_targets and of_targets != every
@@ -256,7 +253,6 @@ def _peft_names(linear: str, part: str) -> tuple[str, str]:
 def _adapter_shapes(
     model: Transformer, rank: int, targets: Sequence[str]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a new adapter's tensors under PEFT's names."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, linear in model.linears():
         for part in adapted_parts(linear.parts, targets):
@@ -277,8 +273,8 @@ def save(
 ) -> Path:
     """Publish the adapter as a PEFT folder, atomically, with another folder's tokenizer files.
 
-    `base` is its model, a folder or hub id; input_scale as for `state`. ValueError without an
-    adapter, FileExistsError when the folder exists.
+    base: its model, a folder or hub id. input_scale: as for `state`. ValueError without an adapter,
+    FileExistsError when the folder exists.
     """
     from lowroll.checkpoint.publish import publish_folder
 
@@ -303,8 +299,8 @@ def write(
     input_scale: float = 1.0,
     revision: str | None = None,
 ) -> None:
-    """Write the adapter and its base's record into an existing folder. revision: the commit of a
-    base on the hub."""
+    """Write the adapter and its base's record into an existing folder. revision: of a base on the
+    hub."""
     alpha = next(linear.adapter.alpha for _, linear in model.linears() if linear.adapter)
     write_tensors(state(model, input_scale), target, alpha, _absolute_base(base), revision)
     bases.write(bases.of(model, input_scale), target)
@@ -318,8 +314,8 @@ def write_tensors(
     base: str,
     revision: str | None = None,
 ) -> None:
-    """Write an adapter's tensors under PEFT's names, and their config, into an existing folder.
-    ValueError unless they are those of one adapter."""
+    """Write an adapter's tensors and config into an existing folder. ValueError unless they are
+    those of one adapter."""
     ranks = {t.shape[0] for name, t in tensors.items() if name.endswith(".lora_A.weight")}
     parts = {name.split(".")[-3] for name in tensors}
     if len(ranks) != 1 or not parts <= set(_NAMES):
@@ -352,9 +348,9 @@ def load(model: Transformer, folder: str | Path, input_scale: float = 1.0) -> Tr
     """Attach a PEFT folder's adapter to a model of its sizes, which changes only if everything
     fits.
 
-    `hf.load` of the folder makes the right base. input_scale: the s that the model carries, for an
-    adapter saved for the unscaled base (`state`). ValueError names the file, and the key or the
-    tensors that are damaged, missing, misshapen or unsupported.
+    input_scale: the s that the model carries, for an adapter saved for the unscaled base (`state`).
+    ValueError names the file, and the key or tensors that are damaged, missing, misshapen or
+    unsupported.
     """
     folder = Path(folder)
     config_path, weights_path = folder / "adapter_config.json", folder / "adapter_model.safetensors"
@@ -385,8 +381,8 @@ def load(model: Transformer, folder: str | Path, input_scale: float = 1.0) -> Tr
 
 
 def stored(folder: Path, input_scale: float = 1.0) -> tuple[float, dict[str, Tensor]]:
-    """Return (alpha, tensors) of a PEFT folder on the CPU; input_scale as in `load`. The caller
-    checks shapes and names. ValueError names the file and the key."""
+    """Return (alpha, tensors) of a PEFT folder on the CPU, unchecked; input_scale as in `load`.
+    ValueError names the file and the key."""
     _, alpha, _ = _read_config(folder / "adapter_config.json")
     weights_path = folder / "adapter_model.safetensors"
     tensor_headers(weights_path)  # explains a damaged file
@@ -397,7 +393,7 @@ def stored(folder: Path, input_scale: float = 1.0) -> tuple[float, dict[str, Ten
 
 
 def _read_config(path: Path) -> tuple[int, float, list[str]]:
-    """Return (rank, alpha, target parts) of an adapter_config.json."""
+    """Return (rank, alpha, target parts)."""
     config = read_adapter_config(path)
     try:
         rank, alpha = integer(config, "r"), positive(config, "lora_alpha")
@@ -421,7 +417,7 @@ def _read_config(path: Path) -> tuple[int, float, list[str]]:
 
 
 def _parts(targets: list[object]) -> set[str]:
-    """Return the named parts of a block, also those named one by one
-    (`model.layers.0.self_attn.q_proj`), as PEFT does for `all-linear` in a model of few layers. The
-    tensors must show that none is missing."""
+    """Return the named parts of a block. PEFT names them one by one
+    (`model.layers.0.self_attn.q_proj`) for `all-linear` in a model of few layers; only the tensors
+    show that none is missing."""
     return {str(target).rpartition(".")[2] for target in targets}

@@ -1,11 +1,10 @@
-"""Attention of the learner over what the sampler's cache held.
+"""Attention of the learner over the keys that the sampler's cache held.
 
 Query q of a head sees key j iff j <= q and no compaction had dropped it when q ran
 (`types.Evictions`). So the queries of a stretch, between two compactions, see the keys that the
-first one left, and causally their own. These keys, which differ by layer, KV head and stretch, are
-gathered. Up to the first compaction attention is dense.
+first one left, and causally their own. These keys are gathered by layer, KV head and stretch.
 
-Cost: (budget + buffer) / buffer copies of the packed tokens' keys and values (5 at 512 + 128), for
+Cost: (budget + buffer) / buffer copies of the packed tokens' keys and values (5 at 512 + 128) in
 each layer. The backward pass recomputes them, MOST_MARKED marks at a time.
 
 Legend: T packed tokens or positions of a sequence, L layers, H query heads, G key-value heads, Q
@@ -85,9 +84,9 @@ def check_evictions(
     context_length: int,
     windows: Sequence[int] = (),
 ) -> None:
-    """Raise ValueError, with the field, unless a model of so many layers and KV heads can replay
-    the evictions: without sliding windows, at ascending positions within the context, where all
-    heads drop equally many keys at each compaction, and no key before it exists."""
+    """Raise ValueError, with the field, unless a model without sliding windows can replay the
+    evictions: positions ascend within the context, all heads drop equally many keys at each
+    compaction, and no key is dropped before it exists."""
     after = evictions.after
     if (evictions.layers, evictions.heads) != (layers, heads):
         raise ValueError(
@@ -105,7 +104,7 @@ def check_evictions(
     if lowest < 0 or highest > len(after):
         raise ValueError(f"numbers: leave 0 .. {len(after)}, the compactions")
     positions_T = torch.arange(numbers_XT.shape[1])
-    # the number of the first compaction that can drop each key; they count from 1, and 0 is none
+    # the first compaction, counted from 1, that can drop each key
     earliest_T = torch.searchsorted(torch.tensor(after), positions_T) + 1
     is_early_XT = (numbers_XT != 0) & (numbers_XT < earliest_T.to(numbers_XT.dtype))
     if bool(is_early_XT.any()):
@@ -122,15 +121,14 @@ def replayed(
     windows: Sequence[int] = (),
 ) -> Attend:
     """Return causal attention over packed sequences, each over the keys that its sampler's cache
-    held. It is over all keys, bitwise as `varlen`, before a sequence's first compaction, and for a
-    sequence whose record is None. windows: of a model whose caches dropped nothing
-    (`check_evictions`)."""
+    held. Before the first compaction, and without a record, it is bitwise `varlen`. windows: of a
+    model whose caches dropped nothing (`check_evictions`)."""
     starts = list(accumulate(lengths, initial=0))[:-1]
     stretches: list[_Stretch] = []
     numbers_by_sequence: list[Tensor] = []
-    dense_lengths: list[int] = []  # the tokens of each sequence up to its first compaction
+    dense_lengths: list[int] = []  # of each sequence up to its first compaction
     for start, length, record in zip(starts, lengths, evictions, strict=False):
-        # where stretches begin: a compaction after the last token changes nothing
+        # a compaction after the last token changes nothing
         begins = [] if record is None else [p + 1 for p in record.after if p + 1 < length]
         dense_lengths.append(begins[0] if begins else length)
         if record is None or not begins:
@@ -147,7 +145,6 @@ def replayed(
     portions = [_Portion(group, numbers_LGST, device) for group in groups]
     spans = [(s, s + length) for s, length in zip(starts, dense_lengths, strict=False)]
     dense_D = tokens_of(spans, device)
-    # outputs come dense ones first, then by portion; `back_T` brings them to the packed order
     order_T = torch.cat([dense_D, *(portion.queries_C for portion in portions)])
     back_T = inverse(order_T)
 
@@ -211,8 +208,7 @@ def _group_stretches(stretches: Sequence[_Stretch], num_heads: int) -> Iterator[
 
 
 class _Portion:
-    """Attention of some stretches: `portion(layer, q, k, v)` of all packed tokens gives their
-    outputs, [C, H, d]."""
+    """Attention of some stretches: returns their outputs [C, H, d], given q, k and v of all tokens."""
 
     def __init__(
         self, stretches: Sequence[_Stretch], numbers_LGST: Tensor, device: torch.device | str
@@ -222,7 +218,6 @@ class _Portion:
         self.num_keys = sum(stretch.keys for stretch in stretches)
         self.longest = max(stretch.end for stretch in stretches)
         offsets = [0, *accumulate(stretch.keys for stretch in stretches)]
-        # what `keys` reads of each stretch
         rows = [
             (stretch.sequence, stretch.number, stretch.start, stretch.end, offset)
             for stretch, offset in zip(stretches, offsets, strict=False)
@@ -237,7 +232,7 @@ class _Portion:
         self.attend = suffixes(lengths, totals, device, stacked=True)
 
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        keys_GN = self.keys(layer)  # in the packed row
+        keys_GN = self.keys(layer)
         heads_G1 = torch.arange(self.num_heads, device=keys_GN.device)[:, None]
         q_CGQd = q_THd[self.queries_C].unflatten(1, (self.num_heads, -1))
         inputs = AttentionInputs(
@@ -250,16 +245,16 @@ class _Portion:
 
     def keys(self, layer: int) -> Tensor:
         """Return each head's key indices in the packed row, int64 [G, N], ascending in each
-        stretch. Nothing waits for the device: sizes are known, and each key that a stretch sees is
-        scattered to its place, which is the number of seen keys before it."""
+        stretch. To avoid a wait for the device, each seen key is scattered to its place, the number
+        of seen keys before it."""
         sequence_R = self.rows_5R[0]
         number_R1, start_R1, end_R1, offset_R1 = self.rows_5R[1:, :, None]
         numbers_GRT = self._numbers(layer)[:, sequence_R]
         t_T = torch.arange(self.longest, device=number_R1.device)
-        # a stretch sees the keys that were never dropped, or by a later compaction
+        # a stretch sees the keys that were dropped never or by a later compaction
         seen_GRT = ((numbers_GRT == 0) | (numbers_GRT > number_R1)) & (t_T < end_R1)
         place_GRT = seen_GRT.cumsum(2) - 1 + offset_R1
-        place_GRT = torch.where(seen_GRT, place_GRT, self.num_keys)  # one more, for the unseen
+        place_GRT = torch.where(seen_GRT, place_GRT, self.num_keys)  # a place for unseen keys
         keys_GN = t_T.new_zeros(self.num_heads, self.num_keys + 1)
         source_GX = (start_R1 + t_T).expand_as(place_GRT).flatten(1)
         return keys_GN.scatter_(1, place_GRT.flatten(1), source_GX)[:, :-1]

@@ -1,9 +1,9 @@
 """The tokenizer and chat template of a model folder, through transformers, whose import takes
 seconds.
 
-Turns are never re-encoded: drawn tokens stay, and `ChatTokenizer.encode_turn` adds what the template
-puts after a mark in place of the assistant's text. A template may change earlier turns, but what it
-puts after a turn may not depend on them (`check_turns`).
+Drawn tokens are never re-encoded: `ChatTokenizer.encode_turn` adds the text that the template puts
+after a mark in place of the assistant's text. That text may not depend on earlier turns
+(`check_turns`).
 """
 
 from __future__ import annotations
@@ -95,10 +95,9 @@ def _check_files(folder: Path) -> None:
 
 
 def eos_id(folder: str | Path) -> int | None:
-    """Return the eos id of the folder's tokenizer, or None.
+    """Return the eos id of the folder's tokenizer, or None. Errors as `load_tokenizer`.
 
-    It is read from the files if possible, since importing transformers can take longer than loading
-    the weights. Raises ValueError under the same conditions as `load_tokenizer`.
+    Files are read first, as importing transformers can take longer than loading the weights.
     """
     folder = tokenizer_home(folder)
     try:
@@ -116,11 +115,10 @@ def eos_id(folder: str | Path) -> int | None:
 
 
 class ChatTokenizer:
-    """A tokenizer for the orchestrator and SFT.
+    """A tokenizer with a chat template, without which it raises ValueError.
 
-    ValueError for a tokenizer without a chat template. tool_format: how the model writes tool calls
-    (`tool_calls`); None: as the template shows it. template_kwargs: template variables for every
-    conversation (`enable_thinking`).
+    tool_format: how the model writes tool calls (`tool_calls`); None: as the template shows it.
+    template_kwargs: template variables for every conversation (`enable_thinking`).
     """
 
     def __init__(
@@ -158,15 +156,14 @@ class ChatTokenizer:
         self, messages: list[Message], after: Turn, said: Message | None = None
     ) -> list[int]:
         """Return the ids that the template adds after a drawn turn for the following messages, up
-        to the header of the assistant's next turn. `said`: the turn as a message, if it has tool
+        to the header of the assistant's next turn. said: the turn as a message, if it has tool
         calls, which some templates need before a tool's answer.
 
-        A drawn end-of-turn token stands for the template's own; a turn ended by a stop string gets
-        the template's. ValueError for the template's errors.
+        A drawn end-of-turn token replaces the template's own. Errors as `Template.render`.
         """
         text = self._behind_calls(messages, said) or self._behind([*_MARKED_TURN, *messages], True)
         eos = str(self.tokenizer.special_tokens_map.get("eos_token") or "")
-        # A text that begins with a special token is tokenized as within a whole conversation.
+        # a leading special token makes the tokenizer treat text as within a conversation
         end_tokens = [token for token in (self._end, eos) if token]
         if text.startswith(tuple(end_tokens)):
             ids = self._encode(text)
@@ -174,11 +171,11 @@ class ChatTokenizer:
             return ids[1:] if is_drawn else ids
         if not eos:
             return self._encode(text)
-        return self._encode(f"{eos}{text}")[1:]  # the eos is there for the tokenizer alone
+        return self._encode(f"{eos}{text}")[1:]
 
     def check_turns(self) -> None:
-        """Raise ValueError unless the template can continue a drawn turn: what it adds must not
-        depend on earlier turns, and must show the messages that follow."""
+        """Raise ValueError unless the template can continue a drawn turn: the text that it adds
+        must show the messages that follow, and not depend on earlier turns."""
         next_message = {"role": "user", "content": _NEXT_MARK}
         earlier_turn = [*_EARLIER_MESSAGES, {"role": "assistant", "content": "b"}]
         in_short = self._behind([*_MARKED_TURN, next_message], True)
@@ -210,11 +207,9 @@ class ChatTokenizer:
         return self._behind(_MARKED_TURN, False)
 
     def _behind_calls(self, messages: list[Message], said: Message | None) -> str:
-        """Return the text that the template puts after the turn `said` for the following messages;
-        "" without calls, or if it cannot be separated from the turn.
-
-        The mark of `_behind` cannot stand in calls, so the turn is rendered alone to find its end.
-        """
+        """Return the text that the template puts after the turn `said`; "" without calls, or if it
+        cannot be separated. A mark cannot stand in calls, so the turn is rendered alone to find its
+        end."""
         if said is None or not said.get("tool_calls"):
             return ""
         turn = {"role": "assistant", "content": "", "tool_calls": said["tool_calls"]}
@@ -273,8 +268,8 @@ class ChatTokenizer:
         return call_format
 
     def turn(self, token_ids: list[int], tools: bool = False) -> Message:
-        """Convert a response to a chat message, with all text as content; tools: with its calls and
-        the reasons of invalid ones (`tool_calls.Spoken.message`)."""
+        """Convert a response to a chat message; tools: with its calls and the reasons of invalid
+        ones (`tool_calls.Spoken.message`)."""
         content = self.decode(token_ids)
         if not tools:
             return {"role": "assistant", "content": content}

@@ -28,7 +28,7 @@ from lowroll.quant.formats import QTensor, get_format, meta_tensors
 from lowroll.quant.int4 import GROUP, Int4, Int4Asymmetric, pack_words, pack_zeros
 from lowroll.quant.scheme import Header
 
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each code of a word
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 BITS = (2, 4, 8)
 ADVICE = "; load the dense model"
 
@@ -62,8 +62,8 @@ class PackedWeights:
         return f"{self.method} ({self.bits} bits, {group}{order})"
 
     def headers(self, shape: tuple[int, int]) -> dict[str, Header]:
-        """Return the headers of a matrix's tensors in a file, by suffix. ValueError for a shape of
-        no whole words."""
+        """Return the headers of a matrix's tensors, by suffix. ValueError for a shape of no whole
+        words."""
         num_out, num_in = shape
         codes_per_word = 32 // self.bits
         if num_out % codes_per_word or (self.method == "gptq" and num_in % codes_per_word):

@@ -1,8 +1,8 @@
 """A record of the keys that a cache policy dropped, for the replay of a sample (`model.replay`).
 
-On the device the recorder keeps the positions of the keys that a slot's last compaction left; later
-keys have the positions since. Only the positions of dropped keys go to the host: one tensor for all
-layers of a batch of compactions, read in `settle` while the device runs on.
+The device keeps the positions of the keys that a slot's last compaction left. Only the positions of
+dropped keys go to the host: one tensor for all layers of a batch of compactions, read in `settle`
+while the device runs on.
 
 Legend: L layers, S slots, B rows, G key-value heads, N keys, K keys that stay, E keys that are
 dropped, T positions.
@@ -35,8 +35,7 @@ def most_held(policy: CachePolicy, spec: ModelSpec) -> int:
 def policy_bytes(
     kv: CachePolicy, spec: ModelSpec, max_batch: int, dtype: torch.dtype, record_evictions: bool
 ) -> int:
-    """Return the device memory of slots beside the cache: of a policy's state, its records, and
-    recurrent layers."""
+    """Return the device memory of a policy's state, its records, and recurrent layers."""
     slots = num_slots(max_batch)
     keys = slots * spec.num_layers * spec.num_kv_heads * most_held(kv, spec)
     recorded = keys * torch.int32.itemsize if record_evictions else 0
@@ -48,13 +47,13 @@ def policy_bytes(
 class _History:
     """A sample's history; immutable, so copies share it."""
 
-    after: tuple[int, ...]  # the last position before each compaction
+    after: tuple[int, ...]  # last positions before compactions
     numbers_LGT: Tensor  # the compaction that dropped each key; 0: none
 
 
 class CompactionRecorder:
-    """A recorder of compactions for `slots` slots, where each leaves at most `most` keys. Call its
-    methods in the order of the device's work.
+    """A recorder of compactions, each of which leaves at most `most` keys. Call its methods in the
+    order of the device's work.
 
     held_LSGK: the positions of the keys that a slot's last compaction left.
     """
@@ -67,7 +66,7 @@ class CompactionRecorder:
         self.held_LSGK = torch.zeros(shape, dtype=torch.int32, device=device)
         self._num_held: dict[int, int] = {}  # by slot
         self._histories: dict[int, _History] = {}
-        self._untold: list[Callable[[], None]] = []  # events since `settle`, in order
+        self._untold: list[Callable[[], None]] = []  # events since `settle`
 
     def begin(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -104,9 +103,9 @@ class CompactionRecorder:
         return pack_evictions(history.numbers_LGT, history.after)
 
     def _trace(self, rows: Sequence[Compaction], kept_LBGK: Tensor) -> None:
-        """Find the positions of the keys that stay and of those that are dropped. Key n of a row is
-        one that its last compaction left, whose position is in held_LSGK, or was added since: these
-        are the last ones, without gaps."""
+        """Find the positions of kept and of dropped keys. Key n of a row is one that its last
+        compaction left, with its position in held_LSGK, or was added since: these come last,
+        without gaps."""
         device = self.held_LSGK.device
         row_values = [(r.slot, r.cached, r.position, self._num_held.get(r.slot, 0)) for r in rows]
         slots_B, *columns = upload(torch.tensor(row_values).t().contiguous(), device)
@@ -121,7 +120,7 @@ class CompactionRecorder:
 
         gone_LBGN = (n_N < length_B11).expand_as(position_LBGN).scatter(3, kept_LBGK, False)
         max_gone = max(row.cached - row.kept for row in rows)
-        # the dropped positions of a row move to its front; what stays goes behind the last
+        # dropped positions move to the front of a row; all others go to the last entry
         index_LBGN = (gone_LBGN.cumsum(3) - 1).masked_fill(~gone_LBGN, max_gone)
         gone_LBGE = position_LBGN.new_zeros(*position_LBGN.shape[:3], max_gone + 1)
         gone_LBGE.scatter_(3, index_LBGN, position_LBGN)

@@ -7,10 +7,8 @@ A KV head's score of a key, over the n cached keys and the last A = `window` que
     p_an = softmax of s_a over the first n - A keys
     importance_n = max over n - kernel // 2 .. n + kernel // 2 of mean_a p_an
 
-The last A keys always stay. Ties go to the older key.
-
-This file scores a layer at a time in plain torch; on CUDA `kernels.kv_eviction` scores all layers at
-once.
+The last A keys always stay. Ties go to the older key. On CUDA `kernels.kv_eviction` scores all
+layers at once.
 
 Legend: L layers, B rows, S slots, A queries of the window, H query heads, G key-value heads, d head
 size, N keys of the longest row, K keys that stay.
@@ -63,8 +61,7 @@ class SnapKV(Bounded):
         return importance(q_BAHd, k_BGNd, lengths_B, self.kernel)
 
     def paged_scores(self, ring_LSAHd: Tensor, cache: KVCache, rows: DecodeRows) -> Tensor:
-        """Return the scores of all layers, [L, B, G, N], by kernels. ring_LSAHd: queries by
-        slot."""
+        """Return the scores of all layers, [L, B, G, N], by kernels. ring_LSAHd: queries by slot."""
         keys, table_BP = cache.key_pages(rows.table_BP)
         lengths_B = rows.lengths_B
         important_LBGN = score.importance(ring_LSAHd, keys, rows.slots_B, table_BP, lengths_B)
@@ -73,8 +70,8 @@ class SnapKV(Bounded):
 
 class AttentionSelector(Selector):
     """The selector of SnapKV and R-KV. ring_LSAHd holds the queries of a slot's last A tokens, by
-    position modulo A. When it is read, all belong to one sample: a compacted cache has more than A
-    tokens."""
+    position modulo A. All are of one sample when read, as a compacted cache has more than A tokens.
+    """
 
     watches = True
 
@@ -136,8 +133,8 @@ def _portions(rows: DecodeRows, each: int) -> Iterator[DecodeRows]:
 
 
 def importance(q_BAHd: Tensor, k_BGNd: Tensor, lengths_B: Tensor, kernel: int) -> Tensor:
-    """Return how much the last A queries, in any order, attend to each earlier key, spread over
-    `kernel` keys: float32 [B, G, N]. Meaningless from key length - A on.
+    """Return how much the last A queries attend to each earlier key, spread over `kernel` keys:
+    float32 [B, G, N]. Meaningless from key length - A on.
 
     Source: R-KV's code, `SnapKV` and `R1KV`.
     """
