@@ -4,7 +4,7 @@
 prompt from position 0 attends over its own keys as the cache stores them; a later chunk gathers its
 sequence's tokens.
 
-Legend: T tokens, B decode rows, H query heads, G key-value heads, d head size.
+Legend: `kv`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from lowroll.kv.policy.base import Selector
 from lowroll.model.attention import Attend, AttentionInputs, packed, suffixes, upload, varlen
 from lowroll.model.delta_net import DeltaInputs
 
-# tokens of later chunks' sequences gathered at once
+# tokens gathered at once
 MOST_GATHERED = 1 << 17
 
 
 @dataclass(frozen=True)
 class PagedDecode:
-    """`attend` for rows of one token. `rows.lengths_B` counts it; a dead row writes nothing.
-    selector: the policy's device side, if it watches."""
+    """`attend` for rows of one token, which `rows.lengths_B` counts; a dead row writes nothing."""
 
     cache: KVCache
     rows: DecodeRows
@@ -49,18 +48,18 @@ class PagedDecode:
 
 @dataclass(frozen=True)
 class _LaterChunks:
-    """Chunks that attend over stored keys of their sequences too, gathered together."""
+    """Chunks that attend over stored keys too, gathered together."""
 
     num_queries: int
-    slots_T: Tensor  # of all tokens of their sequences, up to the chunks' ends
+    slots_T: Tensor  # of their sequences, up to the chunks' ends
     attend: Attend
 
 
 class PagedAttention:
     """`attend` for the prompts of one step.
 
-    fresh: chunks from position 0, whose tokens come first and attend over their own keys alone.
-    later: chunks behind stored keys. selector: the policy's device side, if it watches.
+    fresh: chunks from position 0, whose tokens come first. later: chunks behind stored keys.
+    selector: the policy's device side, if it watches.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class PagedAttention:
         self.slots_T = upload(torch.cat(slots), device)
         self.exact = _ExactAttention(cache, self.chunks) if cache.exact else None
         if self.exact is not None:
-            fresh, later = [], []  # it reads all of them in place
+            fresh, later = [], []
         self.num_fresh = sum(c.num_tokens for c in fresh)
         self.fresh: Attend | None = None
         if fresh:
@@ -94,7 +93,7 @@ class PagedAttention:
 
     def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
         q_THd = inputs.q_THd
-        # attention sees them as the cache stores them, perhaps rounded
+        # as stored, perhaps rounded
         k_TGd, v_TGd = self.cache.write(layer, self.slots_T, inputs.k_TGd, inputs.v_TGd)
         if self.exact is not None:
             return self.exact(layer, q_THd)

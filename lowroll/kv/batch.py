@@ -1,4 +1,4 @@
-"""What a pass runs over the cache: chunks of prompts, and rows of one token."""
+"""The inputs of a pass over the cache: chunks of prompts, and rows of one token."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class PromptChunk:
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """Samples on the device. A length counts keys in the cache: not a position, where a policy
-    drops keys."""
+    """Samples on the device. A length counts keys in the cache, which is not a position where a
+    policy drops keys."""
 
     slots_B: Tensor  # int64: of the policy's state
     table_BP: Tensor  # int32

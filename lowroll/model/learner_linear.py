@@ -8,9 +8,9 @@ An aligned layer's gradient is straight-through, with constant scales:
 
     Y = lowbit(X, Q(W)) + b        dX = dY dequantize(Q(W))        dW = dY^T X        db = sum dY
 
-With codes of the transpose (`weights.aligned.transpose`), dX is a product of fp8 codes, too.
+With codes of the transpose (`weights.aligned.transpose`), dX is a product of fp8 codes.
 
-Legend: T tokens, K in features, N out features.
+Legend: `model`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lowroll.quant.formats import QTensor, float_product, get_format, multiplica
 
 
 class LearnerLinear(Linear):
-    """Multiplication with an adapter, codes beside the weight, or the weight."""
+    """A linear layer that multiplies with an adapter, codes, or the weight."""
 
     @property
     def codes(self) -> QTensor | None:
@@ -68,7 +68,7 @@ class LearnerLinear(Linear):
         return self(remake(gated, self.gate, gate_up_TN))
 
     def after_update(self, gate_up_TN: Tensor, update: Update) -> Tensor | Product:
-        """Compute `after_swiglu` of a product that lacks its update. With an adapter, the backward
+        """Compute `after_swiglu` of a product without its update. With an adapter, the backward
         pass recomputes silu(gate) * up with the gradient of gate_up."""
         if self.adapter is None or not self.adapter.enabled:
             return super().after_update(gate_up_TN, update)
@@ -82,7 +82,6 @@ def _multiply(
     codes: QTensor | None,
     exact: bool = False,
 ) -> Tensor:
-    """Return y_TN = x W' + b; with codes in their format's arithmetic, without a gradient."""
     if codes is None:
         return float_product(x_TK, weight_NK, bias_N, exact)
     return codes.linear(x_TK.detach(), bias_N, exact)
@@ -91,7 +90,6 @@ def _multiply(
 def _input_gradient(
     grad_TN: Tensor, weight: Tensor | QTensor | None, transposed: QTensor | None
 ) -> Tensor:
-    """Return dX [T, K] of dY [T, N]."""
     if transposed is not None:
         return fp8.gradient(grad_TN, transposed)
     assert weight is not None
@@ -101,8 +99,7 @@ def _input_gradient(
 
 
 class _LearningProduct(torch.autograd.Function):
-    """The product of a trained weight with codes of its own, of its transpose, or both; the
-    weight's gradient is straight-through."""
+    """The product of a trained weight, perhaps with codes of it or of its transpose."""
 
     @staticmethod
     def forward(
@@ -135,8 +132,8 @@ class _LearningProduct(torch.autograd.Function):
 
 
 class _GatedProduct(torch.autograd.Function):
-    """A trained weight's product of silu(gate) * up. One pass over gate_up makes its gradient and
-    recomputes silu(gate) * up for the weight's."""
+    """A trained weight's product of silu(gate) * up. One backward pass over gate_up makes its
+    gradient and recomputes silu(gate) * up."""
 
     @staticmethod
     def forward(
@@ -172,8 +169,7 @@ class _GatedProduct(torch.autograd.Function):
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """The product of a frozen low-bit weight, by codes in an aligned forward, else dequantized for
-    each pass."""
+    """The product of a frozen low-bit weight."""
 
     @staticmethod
     def forward(

@@ -1,12 +1,10 @@
-"""The linear layer: a weight that is a Parameter or a QTensor, with an optional low-rank adapter.
+"""The linear layer: a weight that is a Parameter or a QTensor, with an optional low-rank adapter
+(`lowroll.model.adapter`).
 
-Fused matrices (qkv, gate-up) know the parts that checkpoints and adapters name.
+Fused matrices (qkv, gate-up) know the parts that checkpoints and adapters name. Subclasses
+multiply: `model.learner_linear`, `model.engine_linear`.
 
-    y = W x + b,   and with an adapter on a part p:   y_p += (alpha / r) B_p A_p x   (`lowroll.model.adapter`)
-
-Subclasses multiply: `model.learner_linear`, `model.engine_linear`.
-
-Legend: T tokens, K in features, N out features.
+Legend: `model`.
 """
 
 from __future__ import annotations
@@ -46,12 +44,12 @@ class Linear(nn.Module):
             torch.empty(rows, in_features, device=device, dtype=dtype)
         )
         self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
-        # codes for a learner's forward in place of the weight (weights.aligned)
+        # of a learner's forward (weights.aligned)
         self.aligned: QTensor | None = None
-        # codes of the weight's transpose for the gradient (weights.aligned)
+        # of the gradient (weights.aligned)
         self.transposed: QTensor | None = None
         self.adapter: Adapter | None = None
-        self.exact = False  # see `Transformer.be_exact`
+        self.exact = False
 
     def rows(self, part: str) -> slice:
         start = 0
@@ -82,7 +80,7 @@ class Linear(nn.Module):
 
     @property
     def codes(self) -> QTensor | None:
-        """Return the codes of a forward in the format's own arithmetic, or None."""
+        """The codes of a forward in the format's own arithmetic, or None."""
         raise NotImplementedError
 
     @property
@@ -104,8 +102,8 @@ class Linear(nn.Module):
     ) -> tuple[Tensor | Product, Update | None]:
         """Return the product, and the adapter's update that it lacks, or None.
 
-        On a device the update is left to a reader that adds it by tiles and whose gradient is that
-        of the sum (`kernels.training.swiglu_lora`).
+        On a device a reader adds the update by tiles, and its gradient is that of the sum
+        (`kernels.training.swiglu_lora`).
         """
         adapter = self.adapter
         if (

@@ -10,8 +10,7 @@ recipes themselves. A recipe's result is kept until its last reader, so a functi
 The functions must be deterministic and free of side effects; the gradient is then bitwise the same.
 A tensor is announced after it was made, so its producer's own saved copy stays.
 
-Outside of `remaking`, `remake` does nothing: the trainer decides (`trainer.recompute`). Use it only
-where gradients are recorded: announced tensors are held until the block ends.
+Use it only where gradients are recorded: announced tensors are held until the block ends.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class _Recipe:
         self.made: Tensor | None = None
 
     def read(self) -> None:
-        """Count a reader. The first one makes this recipe a reader of its inputs."""
+        """Count a reader. The first makes this recipe a reader of its inputs."""
         if not self.readers:
             for x in self.inputs:
                 if isinstance(x, _Recipe):
@@ -100,8 +99,8 @@ def remaking(products: bool = False) -> Iterator[None]:
 
 
 def remake(output: Any, function: Callable[..., Any], *inputs: Any, product: bool = False) -> Any:
-    """Announce that function(*inputs) recomputes `output`, and return it. Inputs are detached in
-    the backward pass. product: it is a matrix product."""
+    """Announce that function(*inputs) recomputes `output`, and return it, unless no `remaking`
+    block is open. Inputs are detached in the backward pass. product: it is a matrix product."""
     book = getattr(_active, "book", None)
     if book is not None and (book.products or not product):
         book.add(output, function, inputs)

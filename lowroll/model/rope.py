@@ -2,9 +2,8 @@
 
 Pair i of a head turns by pos * theta^(-2i/d). Llama 3 slows the pairs whose wavelength exceeds the
 original context by `factor`, keeps the fast ones, and blends in between; YaRN (Peng et al. 2023,
-arXiv 2309.00071) does so by the turns that a pair makes within the original context, and scales cos
-and sin. Kernels rotate halves of a head, number i with number i + d/2: heads whose pairs lie
-otherwise, or which are rotated in part, are reordered before (`head_order`).
+arXiv 2309.00071) blends by the turns of a pair within the original context, and scales cos and sin.
+Kernels rotate number i with number i + d/2, so other heads are reordered (`head_order`).
 
 Legend: R ropes, T tokens, H heads, d head size.
 """
@@ -21,8 +20,8 @@ from lowroll.model.spec import ModelSpec
 
 
 def inverse_frequencies(spec: ModelSpec) -> Tensor:
-    """Return radians a position of the d/2 pairs for each rope, and zeros at last for layers that
-    have no positions: [R + 1, d/2] float32. Pairs that are not rotated have zeros."""
+    """Return radians a position of the d/2 pairs for each rope, and at last for layers without
+    positions: [R + 1, d/2] float32. Pairs that are not rotated have zeros."""
     rows = [torch.zeros(spec.head_dim // 2) for _ in (*spec.ropes, None)]
     for row, rope in zip(rows, spec.ropes, strict=False):
         row[: rope.dims // 2] = _frequencies(rope)
@@ -30,8 +29,7 @@ def inverse_frequencies(spec: ModelSpec) -> Tensor:
 
 
 def magnitudes(spec: ModelSpec) -> Tensor | None:
-    """Return what cos and sin are multiplied by, [R + 1, 1, 1, d/2], or None where it is 1. Pairs
-    that are not rotated have 1."""
+    """Return the factors of cos and sin, [R + 1, 1, 1, d/2], or None if all are 1."""
     sizes = torch.ones(len(spec.ropes) + 1, 1, 1, spec.head_dim // 2)
     for row, rope in zip(sizes, spec.ropes, strict=False):
         row[..., : rope.dims // 2] = 1.0 if rope.scaling is None else rope.scaling.magnitude
@@ -60,7 +58,6 @@ def _kept_yarn(rope: Rope, scaling: RopeScaling) -> Tensor:
     context on, none up to `low`, linearly in between."""
 
     def pair_of(turns: float) -> float:
-        """Return which pair makes so many turns within the original context."""
         context = scaling.original_max_position
         return rope.dims * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 

@@ -5,12 +5,12 @@ readers divided by s.
 
 The function stays, and an SGD update is relatively s^2 times larger; those of Adam and Muon grow by
 s. If a format's scales follow the largest weight, W / s has W's codes but for ties, and an update
-flips a larger share of codes (`weights.watch`): s = 1.5 flips 1.2 to 1.3 times as many of all codes
-in int8, and fewer in fp8, whose steps follow each weight.
+flips a larger share of codes (`weights.watch`): s = 1.5 flips 1.2 to 1.3 times as many in int8, and
+fewer in fp8, whose steps follow each weight.
 
-Biases, o and down stay. An s that is no power of two rounds a bfloat16 weight once more; so does every s
-in norms of 1 + w, whose weight becomes s (1 + w) - 1. The config records s, so that a saved model is
-not scaled again. Noise on its norms (`weights.noise`) grows by s.
+An s that is no power of two rounds a bfloat16 weight once more; so does every s in norms of 1 + w,
+whose weight becomes s (1 + w) - 1. The config records s, so that a saved model is not scaled again.
+Noise on norms (`weights.noise`) grows by s.
 """
 
 from __future__ import annotations

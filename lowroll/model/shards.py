@@ -1,9 +1,8 @@
 """Streaming of safetensors files to a device, and writing them.
 
-A file is the length of a header (8 bytes, little-endian), the JSON header with every tensor's
-dtype, shape and offsets, and the bytes. `stream` brings batches of tensors to the device, each in
-one buffer, where the parts of a fused matrix are contiguous. Threads read ahead, for a GPU into
-pinned memory. Headers must have been checked (`model.headers`).
+`stream` brings batches of tensors to the device, each in one buffer, where the parts of a fused
+matrix are contiguous. Threads read ahead, for a GPU into pinned memory. Headers must have been
+checked (`model.headers`).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 1 << 30
 THREADS = 8
 PIECE = 16 << 20  # bytes of one read
-AHEAD = 2 << 30  # bytes read ahead on the device
+AHEAD = 2 << 30  # bytes on the device
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -54,7 +53,7 @@ class TensorLocation:
 
 
 class _PendingBatch(NamedTuple):
-    """Tensors that threads are filling. pieces: the reads, each with the event of its copy to a
+    """Tensors that threads are filling. pieces: the reads, with the events of their copies to a
     GPU."""
 
     tensors: dict[str, Tensor]
@@ -67,11 +66,9 @@ def stream(
     batches: Sequence[Sequence[str]],
     device: torch.device | str,
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield each batch's tensors by name, on the device and in the files' dtype.
-
-    A batch's tensors of one dtype are contiguous, and usable on the current stream. ValueError
-    names a truncated file.
-    """
+    """Yield each batch's tensors by name, on the device and in the files' dtype, usable on the
+    current stream. A batch's tensors of one dtype are contiguous. ValueError names a truncated
+    file."""
     locations = _locate_tensors(files, {name for batch in batches for name in batch})
     reader = _Reader(torch.device(device))
     pending: deque[_PendingBatch] = deque()
@@ -92,8 +89,7 @@ def stream(
 
 
 def join(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Stack the parts in `dtype`: in their own storage, if they came in one batch and this
-    dtype."""
+    """Stack the parts in `dtype`: in their own storage, if they came in one batch and this dtype."""
     shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
     if all(part.dtype == dtype for part in parts) and _are_contiguous(parts):
         row_major_strides = torch.empty(shape, device="meta").stride()
@@ -145,7 +141,7 @@ class _Reader:
         starts, size = {}, 0
         for name, location in batch.items():
             itemsize = location.dtype.itemsize
-            starts[name] = -(-size // itemsize) * itemsize  # aligned
+            starts[name] = -(-size // itemsize) * itemsize
             size = starts[name] + location.nbytes
         buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
         ready = None
@@ -170,7 +166,7 @@ class _Reader:
         return _PendingBatch(tensors, pieces, size)
 
     def finish(self, batch: _PendingBatch) -> dict[str, Tensor]:
-        """Wait until the pieces are read; the current stream waits until they are copied."""
+        """Wait for the reads; the current stream waits for the copies."""
         for piece in batch.pieces:
             copied = piece.result()
             if copied is not None:
@@ -191,7 +187,7 @@ class _Reader:
                 for _ in range(2)
             )
         pinned_B, last_copy = self.own.staging.popleft()
-        last_copy.synchronize()  # the copy from this buffer must have ended
+        last_copy.synchronize()
         pinned_B_part = pinned_B[: len(target_B)]
         self.fill(path, start, pinned_B_part)
         with torch.cuda.stream(self.own.stream):

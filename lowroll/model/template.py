@@ -1,7 +1,8 @@
 """Chat templates, rendered in a child process with bounds of time and memory
 (`model.template_child`).
 
-A template is an untrusted program, and jinja's sandbox does not prevent endless loops or memory use.
+A template is an untrusted program, and jinja's sandbox does not prevent endless loops or memory
+use.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _CHILD_SCRIPT = Path(__file__).with_name("template_child.py")
 
 
 class Ended(ValueError):
-    """The child has ended."""
+    """An error for a child that has ended."""
 
 
 class Template:
@@ -60,7 +61,7 @@ class Template:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Render a conversation. open_turn: with the header of the assistant's turn; tools: JSON
-        schemas to show; template_kwargs: further variables, as JSON (`enable_thinking`).
+        schemas; template_kwargs: further variables, as JSON (`enable_thinking`).
 
         ValueError in one line for the template's errors, a timeout or memory limit, and for a
         reserved variable.
@@ -84,7 +85,7 @@ class Template:
             except Ended:
                 if not had_child:
                     raise
-            # it worked before: something else has ended it, so try another one
+            # it worked before
             return self._text(request)
 
     def _text(self, asked: dict[str, Any]) -> str:
@@ -105,7 +106,7 @@ class Template:
             self._forget_child()
             raise
         if "error" in reply:
-            if message is self.setup:  # the child has no template to render, and has ended
+            if message is self.setup:  # the child has ended
                 self._forget_child()
             raise ValueError(f"chat template: {printable(reply['error'])}")
         return reply

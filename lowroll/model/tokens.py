@@ -68,7 +68,7 @@ class FileTokenizer:
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False, **_: object) -> str:
-        """Return the text of ids, with spaces unchanged."""
+        """Return the text, with spaces unchanged."""
         return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
 
 

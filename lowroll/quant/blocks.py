@@ -6,9 +6,9 @@
 
 d and m are float16, and weights are rounded, halves to even, by the stored values (ggml rounds by
 the d before it is stored, halves away from zero). A matrix from such a file is recovered bit for
-bit where each block uses the ends of its grid, as llama.cpp's do without an importance matrix
-(`keeps`). compressed-tensors has no words for these formats, so no folder holds them. An exact
-engine on a CPU decodes them within the product (`ordered.Compact`); others multiply a dense copy.
+bit where each block uses the ends of its grid, as without an importance matrix (`keeps`). No folder
+holds these formats. An exact engine on a CPU decodes them within the product (`ordered.Compact`);
+others multiply a dense copy.
 
 Legend: `quant`.
 """
@@ -43,7 +43,7 @@ class BlockFormat(WeightOnly):
             stored["low"] = _to_float16(low_NG)
             w_NGS = w_NGS - stored["low"].float()[..., None]
         step_NG = stored["scale"].float()
-        step_NG = torch.where(step_NG == 0, torch.ones_like(step_NG), step_NG)  # all codes alike
+        step_NG = torch.where(step_NG == 0, torch.ones_like(step_NG), step_NG)
         q_NK = join(torch.round(w_NGS / step_NG[..., None]), w_NK.shape[1])
         return {"codes": self.pack(q_NK), **stored}
 
@@ -133,8 +133,8 @@ class Q8_0(BlockFormat):
 
 
 def takes_compact(x_MK: Tensor, shape: tuple[int, int]) -> bool:
-    """Return whether an engine multiplies x with such a matrix by `ordered.compact_product`. A learner
-    does not: it needs the dense matrix for its gradients."""
+    """Return whether x is multiplied by `ordered.compact_product`. A learner needs the dense matrix
+    for its gradients."""
     if not torch.is_inference_mode_enabled() or x_MK.device.type != "cpu":
         return False
     return x_MK.shape[0] > 0 and shape[1] % GROUP == 0

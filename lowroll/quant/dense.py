@@ -1,8 +1,8 @@
 """Plain floating-point formats, the baseline of every other.
 
 On CPU a large matrix is multiplied from a copy in oneDNN's blocked layout: 1.4-3 times faster at
-4-24 rows than `F.linear`, which reorders the weight in every step (docs/LOG.md). For small
-matrices, which stay in the cache, the call costs more than it saves. On CUDA one or two rows use
+4-24 rows than `F.linear`, which reorders the weight in every step (docs/LOG.md). A small matrix
+stays in the cache, and the call costs more than it saves. On CUDA one or two rows use
 `kernels.matmul.gemv`.
 
 Legend: `quant`.

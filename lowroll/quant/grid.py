@@ -23,8 +23,8 @@ Stretch = Tensor | float
 
 @dataclass(frozen=True)
 class Grid:
-    """The values that a matrix's codes can represent. level: rounds numbers in steps, with the
-    format's tie rule. size: columns of a group."""
+    """The values of a matrix's codes. level: rounds numbers in steps, with the format's tie rule.
+    size: columns of a group."""
 
     step_NG: Tensor
     level: Callable[[Tensor], Tensor]
@@ -41,7 +41,7 @@ class Grid:
         return self.from_steps(self.level(self.in_steps(w_NGS)))
 
     def in_steps(self, w_NGS: Tensor) -> Tensor:
-        """Return weights in steps, from the zero point on: w / step + zero."""
+        """Return weights in steps: w / step + zero."""
         w_NGS = w_NGS / self.step_NG[..., None]
         return w_NGS if self.zero_NG is None else w_NGS + self.zero_NG[..., None]
 
@@ -63,18 +63,17 @@ class Gridded(Format):
         return self.codes(w_NK, scales) | scales
 
     def turned(self, w_NK: Tensor) -> Tensor:
-        """Return the matrix in the basis of its codes, which may be rotated
-        (`quant.int8_rotated`)."""
+        """Return the matrix in the basis of its codes, which may be rotated (`quant.int8_rotated`)."""
         return w_NK
 
     @abstractmethod
     def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
-        """Return the stored tensors of a finite matrix except its codes. stretch: the range of a
-        group's codes as a multiple of that of its weights."""
+        """Return the stored tensors except codes. stretch: the range of a group's codes as a
+        multiple of that of its weights."""
 
     @abstractmethod
     def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the codes of the nearest values under these scales."""
+        """Return the codes of the nearest values."""
 
     @abstractmethod
     def grid(self, scales: dict[str, Tensor], shape: tuple[int, int]) -> Grid:

@@ -40,8 +40,7 @@ def join(w_NGS: Tensor, num_in: int) -> Tensor:
 
 
 def pack(codes_NK: Tensor, first_high: bool = False) -> Tensor:
-    """Pack codes 0..15 (uint8) two a byte: uint8 [N, ceil(K / 2)]. A row of odd length ends with a
-    0."""
+    """Pack codes 0..15 (uint8) two a byte: uint8 [N, ceil(K / 2)]. An odd row ends with a 0."""
     codes_NK = F.pad(codes_NK, (0, codes_NK.shape[1] % 2))
     first_NB, second_NB = codes_NK[:, ::2], codes_NK[:, 1::2]
     return first_NB << 4 | second_NB if first_high else second_NB << 4 | first_NB
@@ -59,7 +58,7 @@ def encode_e2m1(x: Tensor) -> Tensor:
     """Return the codes (uint8) of the nearest e2m1 levels; numbers beyond 6 saturate."""
     magnitude, codes = x.abs(), (x < 0).to(torch.uint8) * 8
     for code, (low, high) in enumerate(zip(E2M1, E2M1[1:], strict=False)):
-        midpoint = (low + high) / 2  # a tie belongs to the even code
+        midpoint = (low + high) / 2
         codes += (magnitude > midpoint if code % 2 == 0 else magnitude >= midpoint).view(
             torch.uint8
         )
@@ -86,7 +85,7 @@ class Packed4(Gridded):
 
     @abstractmethod
     def pack(self, x_NK: Tensor) -> Tensor:
-        """Return the stored codes of the levels nearest to numbers in steps."""
+        """Return the stored codes of numbers in steps."""
 
     @abstractmethod
     def unpack(self, packed: Tensor, num_in: int) -> Tensor:

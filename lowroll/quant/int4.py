@@ -5,8 +5,8 @@
                  q = clamp(round(w / s + z), -8, 7),                                      w^ = (q - z) s
     w4a8         the symmetric weights, times INT8 activations with one dynamic scale a token
 
-Ties round to even. Range and scales are those of compressed-tensors (`pack-quantized`; algorithms
-B3). `weight_packed` holds q + 8 in int32 words of eight codes from the lowest bits up;
+Ties round to even. Range and scales are those of compressed-tensors (`pack-quantized`).
+`weight_packed` holds q + 8 in int32 words of eight codes from the lowest bits up;
 `weight_zero_point` holds z + 8 the same way, along the rows.
 
 Legend: `quant`.
@@ -39,7 +39,7 @@ from lowroll.quant.table import EIGHT_BITS
 
 GROUP = 128
 PACKED = "pack-quantized"
-LEVELS = tuple(float(q) for q in range(-8, 8))  # by stored code: q + 8
+LEVELS = tuple(float(q) for q in range(-8, 8))  # by stored code
 
 
 def pack_words(q_NK: Tensor) -> Tensor:

@@ -24,8 +24,8 @@ PREFIX = "mixed-"
 
 
 class Mixed(Format):
-    """A format that assigns a plain format to each linear layer, named as in `Transformer.linears`.
-    sizes: weights of each layer, for the mean bits."""
+    """A format that assigns a plain format to each linear layer. sizes: weights of each layer, for
+    the mean bits."""
 
     summary = "a format for each linear layer"
 
@@ -121,8 +121,8 @@ def stated(assignment: Mapping[str, str], sizes: Mapping[str, int]) -> dict[str,
 
 
 def read(found: object, dtype: torch.dtype | None = None) -> str:
-    """Register what `stated` gave; return its name. dtype: of layers that are `dense`. ValueError
-    for anything else."""
+    """Register the result of `stated`; return its name. dtype: of `dense` layers. ValueError for
+    anything else."""
     assignment: dict[str, str] = {}
     sizes: dict[str, int] = {}
     for name, layers in found.items() if isinstance(found, dict) else ():

@@ -3,9 +3,9 @@ double quantization.
 
     c = absmax of 64 consecutive weights of the flattened matrix,   q = nearest level to w / c,   w^ = level[q] c
 
-Levels and layout are bitsandbytes' (QLoRA, arXiv 2305.14314, section 3 and appendix E; algorithms
-B6): blocks run over the row-major matrix, the last may be short; two codes a byte, the first in the
-HIGH half; a midpoint belongs to the lower level.
+Levels and layout are bitsandbytes' (QLoRA, arXiv 2305.14314, section 3 and appendix E): blocks run
+over the row-major matrix, the last may be short; two codes a byte, the first in the HIGH half; a
+midpoint belongs to the lower level.
 
 `nf4_dq` keeps the absmax in 8 bits: less their mean, blocks of 256 are scaled to [-1, 1] and
 rounded to 256 levels of dynamic precision (arXiv 1511.04561): +-0.1 ... 1 in 2^i steps, times 10^(i
@@ -13,8 +13,8 @@ rounded to 256 levels of dynamic precision (arXiv 1511.04561): +-0.1 ... 1 in 2^
 
     absmax^ = level[code] * nested_absmax[block // 256] + nested_offset
 
-Parts from a file with different means keep them, one for 256 blocks. Files hold the levels with the
-codes, and the rest (sizes, the offset) as JSON bytes.
+Parts from a file with different means keep them, one for 256 blocks. Files hold the levels, and the
+rest (sizes, the offset) as JSON bytes.
 
 Legend: `quant`; L weights of the matrix, B blocks, P bytes.
 """
@@ -39,7 +39,7 @@ from lowroll.quant.scheme import Header
 
 BLOCK = 64
 NESTED_BLOCK = 256
-TYPE = "nf4"  # bitsandbytes' word for the levels
+TYPE = "nf4"
 STATE = "weight.quant_state.bitsandbytes__nf4"
 MOST_STATE = 1 << 14  # bytes of JSON
 TINY = 1e-38  # the divisor of a block of zeros
@@ -68,7 +68,7 @@ class NormalFloat4(Gridded, WeightOnly):
     summary = "W4A16, QLoRA's normal levels in blocks of 64"
     bits = 4.5
     group = BLOCK
-    double = False  # is the absmax quantized too?
+    double = False
     suffixes = {"absmax": "weight.absmax"}
     whole_groups = True
     read_experts = False
@@ -253,8 +253,8 @@ def _bytes_to_json(state: Tensor) -> Any:
 
 
 def encode_normal(x: Tensor) -> Tensor:
-    """Return the codes (uint8) of the nearest levels, by counting the midpoints below: several
-    times faster than a search."""
+    """Return the codes (uint8) of the nearest levels. Counting midpoints is several times faster
+    than a search."""
     codes = torch.zeros_like(x, dtype=torch.uint8)
     for midpoint in midpoints(LEVELS).tolist():
         codes += (x > midpoint).view(torch.uint8)
@@ -286,7 +286,6 @@ def _table(levels: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def _scale_blocks(x_L: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return blocks in [-1, 1] and their absmax: float32 [B, S], [B]."""
     x_BS = _split_blocks(x_L, size)
     absmax_B = x_BS.abs().amax(dim=-1)
     return _normalize_blocks(x_BS, absmax_B), absmax_B

@@ -18,7 +18,7 @@ from typing import Any
 from lowroll.kernels.quantize.rotation import width
 
 KEY = "transform_config"
-# keys of a group that compressed-tensors fills in
+# filled in by compressed-tensors
 _GROUP_DEFAULTS = {"randomize": False, "requires_grad": False, "precision": "torch.float32"}
 
 

@@ -1,16 +1,15 @@
 """H2O (arXiv 2306.14048): the keys to which all queries so far have attended most, and the last
 ones.
 
-A KV head's score of a key is the sum, over all queries since the prompt began and over the head's
-group, of the attention probability that each has given it. Kept keys keep their scores. Half of the
-budget is for the last keys, the other half for the best scores before them.
+A KV head's score of a key is the sum of the attention probabilities that all queries since the
+prompt began, over the head's group, gave it. Kept keys keep their scores. Half of the budget is for
+the last keys, the other half for the best scores before them.
 
 Attention kernels do not return probabilities: they are computed again, on CUDA by
 `kernels.kv_eviction.watch`. All queries of a prompt must be seen, so none of its tokens comes from
 the prefix cache.
 
-Legend: L layers, B rows, S slots, T tokens, C queries of a row, H query heads, G key-value heads, Q
-query heads of a group, d head size, N keys, P pages, K keys that stay.
+Legend: `kv`; C queries of a row, Q query heads of a group.
 """
 
 from __future__ import annotations

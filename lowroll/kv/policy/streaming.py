@@ -18,7 +18,7 @@ from lowroll.model.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Streaming(Bounded):
-    """The StreamingLLM policy. sinks: first keys of the sequence, which always stay."""
+    """The StreamingLLM policy. sinks: first keys, which always stay."""
 
     name = "streaming"
     sinks: int = SINKS.default

@@ -1,7 +1,7 @@
 """The table of cache policies, importable without torch.
 
 A policy is one file of this folder and one row, which has its options with their defaults and
-bounds. The configuration and `make` check against it.
+bounds.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ POLICIES: dict[str, CachePolicyRow] = {
     "streaming": CachePolicyRow(
         "lowroll.kv.policy.streaming:Streaming", {**BOUNDED, "sinks": SINKS}
     ),
-    # half of its budget is for the last keys, half for the best scores
+    # half of its budget is for the last keys
     "h2o": CachePolicyRow("lowroll.kv.policy.h2o:H2O", {**BOUNDED, "budget": Option(512, least=2)}),
     "snapkv": CachePolicyRow("lowroll.kv.policy.snapkv:SnapKV", SCORED),
     "rkv": CachePolicyRow(
