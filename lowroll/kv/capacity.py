@@ -8,12 +8,12 @@ group whose prompt has p tokens, with responses of up to m, on pages of s,
 
 so R <= `max_batch` samples of g prompts never wait for a page when the cache has g h + R o + 1; the
 last is a group's tail without a writer. A shorter prompt may leave more to each sample, hence the
-largest p mod s. If groups take turns, each of the R samples can belong to another prompt, and
-another g h keep freed pages for later prompts with the same prefix.
+largest p mod s. If groups take turns, another g h keep freed pages for later prompts with the same
+prefix.
 
-Under a policy that bounds a sample's cache (`kv.policy.base.footprint`) a sample that can be
-compacted needs w pages of its own. Other samples have at most o, and less than w + 2. A compacted
-prompt needs more pages for the keys that are left, and no sample owns its tail.
+Under a policy that bounds a cache (`kv.policy.base.footprint`) a sample that can be compacted needs
+w pages of its own; others have at most o, and less than w + 2. A compacted prompt needs more pages
+for the keys that are left, and no sample owns its tail.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class NoRoom(ValueError):
 @dataclass(frozen=True)
 class Workload:
     """Requests that run together: `groups` prompts of up to `prompt` tokens, `n` samples of each of
-    up to `response` tokens. longest: tokens of a single rare request that must fit."""
+    up to `response` tokens. longest: tokens of a rare request that must fit alone."""
 
     groups: int
     n: int
@@ -49,8 +49,7 @@ class Workload:
         return min(max_batch, self.groups * self.n)
 
     def tokens(self, page_size: int, max_batch: int, kv: CachePolicy = DENSE) -> int:
-        """Return the slots, in whole pages, with which no sample waits for a page, if no prompt is
-        longer than stated."""
+        """Return the slots, in whole pages, with which no sample waits for a page."""
         rows = self.rows(max_batch)
         groups = min(self.groups, rows)
         # if groups take turns
@@ -83,9 +82,9 @@ def capacity(
 ) -> int:
     """Return the tokens of a cache that holds these workloads one after the other.
 
-    free: bytes of free memory, of which the cache takes a share. most: a limit in bytes instead.
-    Without workloads, `max_batch` samples are assumed, of `context` tokens with `most`, else of
-    moderate length beside one of `context` tokens.
+    free: bytes of free memory. most: a limit in bytes instead of a share of it. Without workloads,
+    `max_batch` samples are assumed, of `context` tokens with `most`, else of moderate length beside
+    one of `context` tokens.
     """
     max_bytes = free // SHARE if most is None else most
     max_tokens = max_bytes // bytes_per_token

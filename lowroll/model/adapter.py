@@ -3,8 +3,7 @@
     y_p = W_p x + b_p + (alpha / r) B_p A_p x          for each adapted part p of a fused matrix
 
 All parts share one product with A = [A_p; ...] and one with the block-diagonal B = diag((alpha / r)
-B_p), which accumulates onto the base product. A and B are float32; products use cached copies in
-the dtype of x.
+B_p), which accumulates onto the base product.
 
 Backward, with l = A x and W the layer's matrix (dequantized where it is codes):
 
@@ -12,7 +11,7 @@ Backward, with l = A x and W the layer's matrix (dequantized where it is codes):
 
 A frozen W costs no product: only x and l are saved.
 
-Legend: T tokens, K in features, N out features, R adapter rank, L = R times the adapted parts.
+Legend: `model`; R adapter rank, L = R times the adapted parts.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ from lowroll.quant.formats import QTensor, float_product, multiplicand
 
 
 class AdaptedPart(NamedTuple):
-    """An adapted part of a fused matrix, and its block of B [N, L], whose columns are the rows of A
-    [L, K]."""
+    """An adapted part of a fused matrix, and its block of B [N, L]."""
 
     name: str
     rows: slice
@@ -43,6 +41,7 @@ class AdaptedPart(NamedTuple):
 
 class Adapter(nn.Module):
     """A low-rank update of parts of a linear layer: A [R, K], B [N_part, R] a part, float32.
+    Products use copies in the dtype of x.
 
     After a write to A or B, call `changed`, or `renew` if a CUDA graph reads the copies. An
     engine's adapter may `hold` one of a lower rank or fewer parts, with zeros elsewhere.
@@ -97,8 +96,8 @@ class Adapter(nn.Module):
     def matrices(self, parts: Mapping[str, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return A [L, K] and the scaled block-diagonal B [N, L] in a dtype, cached until a change.
 
-        The storages are reused if they fit, for CUDA graphs. Autograd's version counter reveals
-        in-place torch operations on a parameter.
+        Storages are reused for CUDA graphs. Autograd's version counter reveals in-place torch
+        operations.
         """
         masters = [*self.a.values(), *self.b.values()]
         made_of = (
@@ -128,7 +127,7 @@ class Adapter(nn.Module):
         return cached
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Adapter:
-        """Reset the copies after a move or a cast, which replaces the parameters' storages."""
+        """Reset the copies, as a move or a cast replaces the parameters' storages."""
         self.changed()
         return super()._apply(fn, recurse)
 
@@ -158,11 +157,10 @@ def product(
     """Return the layer's product with its adapter, and the update's factors l and (alpha / r) B.
 
     codes: of a forward in the format's own arithmetic; None: the dequantized base multiplies.
-    transposed: codes for the gradient, if any (`quant.fp8.gradient`), which is straight-through.
-    whole: include l B'; without it, a reader that tiles y (`kernels.training.swiglu_lora`) adds it
-    and returns the gradient of the sum. update: x is a gate-up product [T, 2K] without this update,
-    and its silu(gate) * up is multiplied. exact: a row's sums do not depend on its batch
-    (`kernels.batch_invariant`).
+    transposed: codes for the gradient (`quant.fp8.gradient`), which is straight-through. whole:
+    include l B'; else a reader (`kernels.training.swiglu_lora`) adds it and returns the gradient of
+    the sum. update: x is a gate-up product [T, 2K] without this update, and its silu(gate) * up is
+    multiplied.
     """
     names = [part.name for part in adapter.blocks(parts)]
     # an argument each, so that autograd gives them gradients
@@ -232,7 +230,7 @@ def _input_gradient(
     codes: QTensor | None,
     transposed: QTensor | None,
 ) -> Tensor:
-    """Return dx [T, K] = dy W + dl A, with W by `transposed` where given."""
+    """Return dx [T, K] = dy W + dl A."""
     if transposed is not None:
         return fp8.gradient(grad_TN, transposed).addmm_(low_grad_TL, a_LK)
     x_grad_TK = low_grad_TL @ a_LK
@@ -247,8 +245,8 @@ _NUM_PLAIN_ARGUMENTS = 11  # arguments before the masters
 
 
 class _AdaptedProduct(torch.autograd.Function):
-    """`product`'s y and l. codes: of the weight, which multiply in their own arithmetic if
-    `in_codes`, and are dequantized otherwise. masters: A of each adapted part, then B of each."""
+    """`product`'s y and l. codes multiply in their own arithmetic if `in_codes`, and are
+    dequantized otherwise. masters: A of each adapted part, then B of each."""
 
     @staticmethod
     def forward(

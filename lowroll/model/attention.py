@@ -7,8 +7,7 @@ An attention sink is a logit of a query head that takes part in the softmax and 
 
     o = sum_j exp(s_j) v_j / (exp(sink) + sum_j exp(s_j))
 
-Legend: T packed tokens, H query heads, G key-value heads, d head size, S sequences, L tokens of a
-sequence.
+Legend: `model`; L tokens of a sequence, C queries.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from lowroll.model import flash
 
 
 class AttentionInputs(NamedTuple):
-    """The inputs of attention over packed tokens, with the layer's sinks, if any."""
+    """The inputs of attention over packed tokens."""
 
     q_THd: Tensor
     k_TGd: Tensor
@@ -48,9 +47,9 @@ class AttentionInputs(NamedTuple):
 Attend = Callable[[int, AttentionInputs], Tensor]
 
 
-MOST_SCORES = 1 << 24  # scores of a head at once, for stacked sequences
+MOST_SCORES = 1 << 24  # scores of a head at once
 MOST_STACKS = 4  # lengths of a micro-batch that get a call each on CUDA
-# tokens from which cuDNN repays its 30 ms of planning a new shape
+# tokens from which cuDNN repays its 30 ms of planning a shape
 LONG = 1024
 FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
@@ -63,9 +62,8 @@ FASTEST_FIRST = [
 def varlen(
     lengths: Sequence[int], device: torch.device | str = "cpu", windows: Sequence[int] = ()
 ) -> Attend:
-    """Return causal attention over packed sequences of these lengths, without padding.
-
-    windows: of each layer, how many last keys a query sees, itself included; 0, or none: all.
+    """Return causal attention over packed sequences of these lengths, without padding. windows: as
+    in `LayerSpec`, of each layer.
 
     Sequences of equal length share one call: cuDNN's in half precision on CUDA, twice as fast as
     flash attention. There, short sequences, and more than MOST_STACKS lengths, use torch's
@@ -112,7 +110,6 @@ def varlen(
 def _stacked_order(
     starts_by_length: dict[int, list[int]], device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """Return the indices [T] that sort packed tokens by their sequence's length, and the inverse."""
     spans = [(s, s + length) for length, starts in starts_by_length.items() for s in starts]
     order_T = tokens_of(spans, device)
     return order_T, inverse(order_T)
@@ -131,8 +128,8 @@ def inverse(order_T: Tensor) -> Tensor:
 
 
 def exact_varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend:
-    """Return `varlen` in which a query's bits depend on it and its keys alone
-    (`kernels.batch_invariant.attention`), with the gradient of `varlen`."""
+    """Return `varlen`, with its gradient, in which a query's bits depend on it and its keys alone
+    (`kernels.batch_invariant.attention`)."""
     plain_attention = varlen(lengths, device)
     lengths_S = upload(torch.tensor(lengths, dtype=torch.int32), device)
     invariant_attention = invariant.packed(lengths_S, sum(lengths))
@@ -170,10 +167,10 @@ def suffixes(
     """Return causal attention of the last `lengths` tokens of each sequence over all its `totals`
     tokens.
 
-    The inputs are q [sum lengths, H, d], and k and v [sum totals, G, d]. One call of torch's
-    variable-length flash attention computes all where it can. Else each sequence has a call. With
-    `stacked`, those of one length and total share a call, MOST_SCORES at a time; last bits may then
-    depend on the other sequences.
+    The inputs are q [sum lengths, H, d], and k and v [sum totals, G, d]. Torch's variable-length
+    flash attention computes all in one call where it can. Else each sequence has a call. With
+    `stacked`, those of one shape share a call, MOST_SCORES at a time; last bits may then depend on
+    the other sequences.
     """
     spans = list(zip(lengths, totals, strict=True))
     flash_bounds = []
@@ -213,8 +210,8 @@ def suffixes(
 
 @dataclass(frozen=True)
 class _Stack:
-    """Attention of sequences of one shape in one call: `length` queries of each over `total` keys.
-    queries_C and keys_T index the packed tensors."""
+    """Attention of `length` queries over `total` keys, for all sequences of this shape. queries_C
+    and keys_T index the packed tensors."""
 
     length: int
     total: int
@@ -239,7 +236,6 @@ class _Stack:
 def _stacks(
     lengths: Sequence[int], totals: Sequence[int], device: torch.device | str
 ) -> Iterator[_Stack]:
-    """Group sequences by length and total, with up to MOST_SCORES scores of a head at once."""
     starts_by_shape: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     first_query = first_key = 0
     for length, total in zip(lengths, totals, strict=True):
@@ -256,7 +252,7 @@ def _stacks(
 
 
 def _window(windows: Sequence[int], layer: int, longest: int) -> int:
-    """Return a layer's window, or 0 where it hides nothing of the longest sequence."""
+    """Return a layer's window, or 0 where it hides nothing."""
     window = windows[layer] if windows else 0
     return window if window < longest else 0
 
@@ -297,7 +293,7 @@ def attend_with_sinks(
     q_SHCd: Tensor, k_SGTd: Tensor, v_SGTd: Tensor, mask_CT: Tensor | None, sinks_H: Tensor
 ) -> Tensor:
     """Compute attention with sinks, differentiably. mask_CT: which keys are seen, or what is added
-    to scores; None: causal, with as many queries as keys."""
+    to scores; None: causal."""
     if mask_CT is not None and mask_CT.dtype == torch.bool:
         mask_CT = _added(mask_CT, q_SHCd.dtype)
     if q_SHCd.device.type == "cpu":
@@ -310,12 +306,11 @@ def attend_with_sinks(
 def attend_with_a_key_of_sinks(
     q_SHCd: Tensor, k_SGTd: Tensor, v_SGTd: Tensor, mask_CT: Tensor | None, sinks_H: Tensor
 ) -> Tensor:
-    """Compute `attend_with_sinks` on any device: a sink is the score of a key and a value of zeros.
-    mask_CT: added to scores."""
+    """Compute `attend_with_sinks` on any device: a sink is the score of a key and a value of zeros."""
     queries, keys = q_SHCd.shape[2], k_SGTd.shape[2]
     if mask_CT is None:
         mask_CT = _added(_mask(0, keys, 0, q_SHCd.device), q_SHCd.dtype)
-    # X: the keys, and the one of the sink, whose score of 0 becomes the sink
+    # X: the keys, and the one of the sink
     sinks_HC1 = sinks_H.to(mask_CT.dtype)[:, None, None].expand(-1, queries, 1)
     added_HCX = torch.cat([mask_CT.expand(len(sinks_H), queries, keys), sinks_HC1], 2)
     k_SGXd, v_SGXd = (F.pad(x, (0, 0, 0, 1)) for x in (k_SGTd, v_SGTd))
@@ -334,9 +329,8 @@ def upload(x: Tensor, device: torch.device | str) -> Tensor:
 def _attend_stacks(
     inputs: AttentionInputs, shapes: list[tuple[int, int]], masks: list[Tensor | None]
 ) -> Tensor:
-    """Compute attention with one call for all sequences of one length, whose tokens are
-    consecutive. shapes: (count, length). masks: added to the scores [L, L] of each length; None:
-    causal without a window."""
+    """Compute attention of packed tokens, sorted by length. shapes: (count, length). masks: added
+    to the scores [L, L] of each length; None: causal without a window."""
     q_THd, k_TGd, v_TGd, sinks_H = inputs
     sizes = [count * length for count, length in shapes]
     outputs = []

@@ -1,7 +1,5 @@
-"""Weights in and out of Hugging Face folders: safetensors only, HF names outside, fused matrices
-inside.
-
-Save then load is bitwise, for dense and for low-bit weights (`quant.layouts`).
+"""Weights in and out of Hugging Face folders. Save then load is bitwise, for dense and for low-bit
+weights (`quant.layouts`).
 """
 
 from __future__ import annotations
@@ -71,7 +69,7 @@ def load(
 
     ValueError names the file, tensors or key for: an unsupported config, missing, extra or
     mis-shaped tensors, non-finite values, wrong dtypes, damaged files, `.bin`/`.pt` weights, and
-    repositories with their own code.
+    own code.
     """
     folder = resolve(source)
     if (folder / "adapter_config.json").is_file():
@@ -105,8 +103,7 @@ def _fill(
     """Read the model's parameters one by one. Return the largest absolute value of each dense part
     by HF name: checked together, they make the host wait once.
 
-    layout: of the files' linear layers; None: dense. weight_format: quantizes dense ones on
-    arrival.
+    weight_format: quantizes dense ones on arrival.
     """
     spec = model.spec
     shapes = {
@@ -205,8 +202,7 @@ def _load_adapted(
 
 
 def _quantize(format: str, w_NK: Tensor, amax_1: Tensor) -> QTensor:
-    """Return a matrix in a format, without a copy in a dense one of its own dtype. amax_1: its
-    largest absolute value."""
+    """Return a matrix in a format, without a copy in a dense one of its own dtype."""
     own_storage = over(w_NK)
     if own_storage is not None and own_storage.format == format:
         return own_storage
@@ -221,8 +217,7 @@ def _decode(
     shapes: dict[str, tuple[int, ...]],
     stack: stacked.StackedTensor | None,
 ) -> QTensor | dict[str, Tensor]:
-    """Return a parameter's value: one QTensor, or dense parts by HF name, to be stacked. layout: of
-    the stored tensors; None: dense. stack: if one tensor holds all experts."""
+    """Return a parameter's value: one QTensor, or dense parts by HF name, to be stacked."""
     if stack is not None:
         if layout is not None:
             return _decode_stack(stored, files, stack)
@@ -248,7 +243,6 @@ def _decode_low_bit(
     layout: StoredLayout | PackedWeights,
     shapes: dict[str, tuple[int, ...]],
 ) -> dict[str, Any]:
-    """Return a matrix's parts: QTensors, or dense where the layout has no format."""
     parts = {}
     for part, (rows, columns) in shapes.items():
         module = part.removesuffix(".weight")
@@ -315,8 +309,8 @@ def save(
     tokenizer_from: str | Path | None = None,
     step: int | None = None,
 ) -> Path:
-    """Publish the model as a Hugging Face folder, atomically, with another folder's tokenizer files
-    and the run's step. FileExistsError when the folder exists; ValueError as `state`."""
+    """Publish the model as a Hugging Face folder, atomically, with another folder's tokenizer
+    files. FileExistsError when the folder exists; ValueError as `state`."""
     from lowroll.checkpoint.publish import publish_folder
 
     files = contents(model)
@@ -354,8 +348,7 @@ def _refuse_two_rotations(model: Transformer) -> None:
 
 
 def _modules_by_format(model: Transformer, form: Mixed) -> dict[str, list[str]]:
-    """Return the modules of each format by file name. ValueError for a dense format of another
-    dtype than the model's."""
+    """Return the modules of each format by file name. ValueError for dense layers of two dtypes."""
     modules_by_format: dict[str, list[str]] = {}
     for name, parts, _ in hf_names(model.spec):
         if not is_linear(parts[0]):

@@ -1,9 +1,8 @@
 """LoRA (Hu et al. 2021): y += (alpha / r) B A x, trained in float32 on a frozen base.
 
-An adapter folder has PEFT's format: `adapter_model.safetensors` with
-`base_model.model.<module>.lora_A.weight` [r, in] and `lora_B.weight` [out, r], and
-`adapter_config.json`; beside it a record of the base (`lowroll.model.adapter_base`) and a card.
-Each part of a fused matrix (q, k, v; gate, up) has its own pair.
+An adapter folder has PEFT's format (`base_model.model.<module>.lora_A.weight` [r, in],
+`lora_B.weight` [out, r]), a record of the base (`lowroll.model.adapter_base`) and a card. Each part
+of a fused matrix (q, k, v; gate, up) has its own pair.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from lowroll.types import printable
 # a model may store q, k, v or gate, up as one fused matrix (`adapted_parts`)
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _NAMES = tuple(suffix.removeprefix(".") for suffix in LINEARS)
-# keys of PEFT's config that are read or have no effect; others must be neutral
+# other keys of PEFT's config must be neutral
 _KNOWN_KEYS = {
     "peft_type",
     "task_type",
@@ -79,10 +78,7 @@ def attach(
     model: Transformer, rank: int, alpha: float, targets: Sequence[str] = TARGETS, seed: int = 0
 ) -> Transformer:
     """Freeze the model and add a fresh adapter, the identity, to every target: A uniform (Kaiming,
-    a = sqrt 5), B zero.
-
-    ValueError for an unknown target, a rank below 1, or matrices of experts.
-    """
+    a = sqrt 5), B zero. ValueError as of `check`, and for more memory than there is."""
     check(model.spec, rank, alpha, targets)
     needed_bytes = 4 * sum(
         math.prod(shape) for shape in _adapter_shapes(model, rank, targets).values()
@@ -114,7 +110,8 @@ def attach(
 
 
 def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> None:
-    """Raise ValueError unless a model of this spec can have the adapter."""
+    """Raise ValueError unless a model of this spec can have the adapter: targets exist and are not
+    matrices of experts, and the rank is at least 1."""
     # the letters of a text would count as targets
     unknown = [targets] if isinstance(targets, str) else sorted(set(targets) - set(_NAMES))
     if unknown or not targets:
@@ -154,7 +151,7 @@ def attention_targets(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def adapted_parts(parts: Iterable[str], targets: Sequence[str]) -> list[str]:
-    """Return the adapted parts of a layer: those named, and a fused matrix all of whose parts are."""
+    """Return the adapted parts: those named, and a fused matrix all of whose parts are."""
     return [
         part
         for part in parts
@@ -197,8 +194,8 @@ def merge(model: Transformer) -> Transformer:
 def state(model: Transformer, input_scale: float = 1.0) -> dict[str, Tensor]:
     """Return the adapter's tensors under PEFT's names.
 
-    input_scale: the s of a base with scaled norms (`model.scaling`). Adapters behind a norm read s
-    x, so their A is multiplied by s to fit the unscaled base.
+    input_scale: the s of scaled norms (`model.scaling`). Adapters behind a norm read s x, so their
+    A is multiplied by s to fit the unscaled base.
     """
     return unscaled({name: p.detach() for name, p in _named_parameters(model)}, input_scale)
 
@@ -273,8 +270,8 @@ def save(
 ) -> Path:
     """Publish the adapter as a PEFT folder, atomically, with another folder's tokenizer files.
 
-    base: its model, a folder or hub id. input_scale: as for `state`. ValueError without an adapter,
-    FileExistsError when the folder exists.
+    base: its model, a folder or hub id. ValueError without an adapter, FileExistsError when the
+    folder exists.
     """
     from lowroll.checkpoint.publish import publish_folder
 
@@ -314,8 +311,7 @@ def write_tensors(
     base: str,
     revision: str | None = None,
 ) -> None:
-    """Write an adapter's tensors and config into an existing folder. ValueError unless they are
-    those of one adapter."""
+    """Write an adapter's tensors and config. ValueError unless they are those of one adapter."""
     ranks = {t.shape[0] for name, t in tensors.items() if name.endswith(".lora_A.weight")}
     parts = {name.split(".")[-3] for name in tensors}
     if len(ranks) != 1 or not parts <= set(_NAMES):
@@ -339,7 +335,6 @@ def write_tensors(
 
 
 def _absolute_base(base: str) -> str:
-    """Return a model's name, with an absolute path for a folder or a short name (`model.aliases`)."""
     folder = resolve(base) if base in KNOWN else Path(base).expanduser()
     return str(folder.resolve()) if base and folder.is_dir() else base
 
@@ -348,9 +343,8 @@ def load(model: Transformer, folder: str | Path, input_scale: float = 1.0) -> Tr
     """Attach a PEFT folder's adapter to a model of its sizes, which changes only if everything
     fits.
 
-    input_scale: the s that the model carries, for an adapter saved for the unscaled base (`state`).
-    ValueError names the file, and the key or tensors that are damaged, missing, misshapen or
-    unsupported.
+    input_scale: the s of the model (`state`). ValueError names the file, and the key or tensors
+    that are damaged, missing, misshapen or unsupported.
     """
     folder = Path(folder)
     config_path, weights_path = folder / "adapter_config.json", folder / "adapter_model.safetensors"
@@ -381,8 +375,8 @@ def load(model: Transformer, folder: str | Path, input_scale: float = 1.0) -> Tr
 
 
 def stored(folder: Path, input_scale: float = 1.0) -> tuple[float, dict[str, Tensor]]:
-    """Return (alpha, tensors) of a PEFT folder on the CPU, unchecked; input_scale as in `load`.
-    ValueError names the file and the key."""
+    """Return (alpha, tensors) of a PEFT folder on the CPU, unchecked. ValueError names the file and
+    the key."""
     _, alpha, _ = _read_config(folder / "adapter_config.json")
     weights_path = folder / "adapter_model.safetensors"
     tensor_headers(weights_path)  # explains a damaged file
@@ -393,7 +387,6 @@ def stored(folder: Path, input_scale: float = 1.0) -> tuple[float, dict[str, Ten
 
 
 def _read_config(path: Path) -> tuple[int, float, list[str]]:
-    """Return (rank, alpha, target parts)."""
     config = read_adapter_config(path)
     try:
         rank, alpha = integer(config, "r"), positive(config, "lora_alpha")
@@ -417,7 +410,6 @@ def _read_config(path: Path) -> tuple[int, float, list[str]]:
 
 
 def _parts(targets: list[object]) -> set[str]:
-    """Return the named parts of a block. PEFT names them one by one
-    (`model.layers.0.self_attn.q_proj`) for `all-linear` in a model of few layers; only the tensors
-    show that none is missing."""
+    """Return the named parts of a block. PEFT names them one by one for `all-linear` in a model of
+    few layers; only the tensors show that none is missing."""
     return {str(target).rpartition(".")[2] for target in targets}

@@ -5,8 +5,8 @@ under its key towards its own (Yang et al. 2024, arXiv 2412.06464):
 
     S_t = exp(decay_t) S_{t-1} + beta_t k_t (v_t - exp(decay_t) S_{t-1}^T k_t)^T        o_t = S_t^T q_t
 
-`delta_rule` computes chunks (WY form; Yang et al. 2024, arXiv 2406.06484). D_ij is the decay of the
-tokens after j up to i, g_i that of all up to i:
+In chunks (WY form; Yang et al. 2024, arXiv 2406.06484), where D_ij is the decay of the tokens after
+j up to i, g_i that of all up to i:
 
     A = I + strictly lower part of (diag(beta) K K^T * D)        U = A^-1 diag(beta) (V - diag(g) K S)
     O = diag(g) Q S + (Q K^T * D) U                              S' = g_L S + (diag(D_L) K)^T U
@@ -14,8 +14,7 @@ tokens after j up to i, g_i that of all up to i:
 All arithmetic and the states of the rule are float32.
 
 Legend: T packed tokens, S sequences, B rows of one token, H heads, k key size, v value size, C
-channels, K taps of the convolution, L tokens of a chunk, N chunks, A sequences that still have a
-chunk.
+channels, K taps of the convolution, L tokens of a chunk, N chunks, A active sequences.
 """
 
 from __future__ import annotations
@@ -31,10 +30,11 @@ from torch import Tensor
 def convolve(
     x_TC: Tensor, weight_CK: Tensor, lengths: Sequence[int], state_SCK: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return silu of each sequence's causal depthwise convolution [T, C], and the new state.
+    """Return silu of each sequence's causal depthwise convolution [T, C], and the new state in its
+    dtype.
 
-    The state [S, C, K - 1] is the last inputs, the newest last; None: zeros. The new one has the
-    input's dtype. The last tap multiplies the token itself. ValueError for lengths that do not fit.
+    The state [S, C, K - 1] is the last inputs, the newest last; None: zeros. The last tap
+    multiplies the token itself. ValueError for lengths that do not fit.
     """
     _check_lengths(lengths, len(x_TC))
     taps = weight_CK.shape[1]
@@ -72,8 +72,7 @@ def delta_rule(
     after them, float32.
 
     q and k are L2-normalized, q scaled; decay <= 0 is a logarithm, and -inf forgets the state.
-    state: before the first tokens; None: zeros. `chunk` changes last bits only. ValueError for
-    lengths that do not fit.
+    state: None: zeros. `chunk` changes last bits only. ValueError for lengths that do not fit.
     """
     _check_lengths(lengths, len(v_THv))
     chunk = min(chunk, max(lengths))
@@ -81,8 +80,8 @@ def delta_rule(
     inputs = (q_THk, k_THk, v_THv, decay_TH.unsqueeze(-1), beta_TH.unsqueeze(-1))
     joined_THe = torch.cat([x.float() for x in inputs], dim=-1)
     pieces = [sequence_THe.split(chunk) for sequence_THe in joined_THe.split(list(lengths))]
-    # The scan runs the first chunk of every sequence, then the second, and so on. Sequences with
-    # most chunks come first, so that those with another chunk are the first rows of the state.
+    # The scan runs the first chunk of every sequence, then the second, and so on. With the longest
+    # first, active sequences are the first rows of the state.
     order = sorted(range(len(lengths)), key=lambda sequence: -len(pieces[sequence]))
     most_chunks = len(pieces[order[0]])
     steps = [[s for s in order if len(pieces[s]) > number] for number in range(most_chunks)]
@@ -117,8 +116,8 @@ def delta_step(
     beta_BH: Tensor,
     state_BHkv: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `delta_rule` of one token a row. Return outputs [B, H, v], in v's dtype, and the new
-    states [B, H, k, v], float32."""
+    """Compute `delta_rule` of one token a row. Return outputs [B, H, v] and the new states [B, H,
+    k, v], float32."""
     q_BHk1, k_BHk1 = q_BHk.float().unsqueeze(-1), k_BHk.float().unsqueeze(-1)
     decayed_BHkv = state_BHkv.float() * decay_BH.float().exp()[..., None, None]
     recalled_BHv = (decayed_BHkv * k_BHk1).sum(-2)
@@ -143,8 +142,7 @@ def _prepare(
 ) -> _Chunks:
     """Compute what does not depend on the state."""
     length = k_NHLk.shape[-2]
-    # the logarithm of D, by sums: differences of sums lose the digits of weak decays after strong
-    # ones
+    # the logarithm of D, by sums: differences lose the digits of weak decays after strong ones
     sums_NHLL = decay_NHL1.expand(*decay_NHL1.shape[:-1], length).tril(-1).cumsum(-2)
     pair_NHLL = sums_NHLL.exp().tril()  # D
     total_NHL1 = decay_NHL1.cumsum(-2).exp()  # g
@@ -168,11 +166,8 @@ def _prepare(
 
 
 def _scan(chunks: _Chunks, state_SHkv: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Carry the states through the chunks. Return outputs [N, H, L, v] and the last states.
-
-    chunks: the first of each sequence, then the second, and so on. counts: how many sequences have
-    each; they are the first rows of the states.
-    """
+    """Carry the states through the chunks, which are ordered by number. Return outputs [N, H, L, v]
+    and the last states. counts: how many sequences have a first chunk, a second one, and so on."""
     outputs, finished = [], []
     for parts in zip(*(x.split(list(counts)) for x in chunks), strict=True):
         step = _Chunks(*parts)

@@ -2,14 +2,11 @@
 
 Query q of a head sees key j iff j <= q and no compaction had dropped it when q ran
 (`types.Evictions`). So the queries of a stretch, between two compactions, see the keys that the
-first one left, and causally their own. These keys are gathered by layer, KV head and stretch.
+first one left, and causally their own. These keys are gathered by layer, KV head and stretch, at a
+cost of (budget + buffer) / buffer copies in each layer. The backward pass recomputes them.
 
-Cost: (budget + buffer) / buffer copies of the packed tokens' keys and values (5 at 512 + 128) in
-each layer. The backward pass recomputes them, MOST_MARKED marks at a time.
-
-Legend: T packed tokens or positions of a sequence, L layers, H query heads, G key-value heads, Q
-query heads of a key-value head, d head size, S sequences, R stretches, C queries of the stretches,
-N keys of the stretches.
+Legend: `model`; T also positions of a sequence, Q query heads of a key-value head, R stretches, C
+their queries, N their keys.
 """
 
 from __future__ import annotations
@@ -34,14 +31,14 @@ from lowroll.model.attention import (
 )
 from lowroll.types import Evictions
 
-MOST_MARKED = 1 << 20  # stretches x heads x positions processed at once
+MOST_MARKED = 1 << 20  # stretches x heads x positions at once
 IN_A_BYTE = 255  # compactions
 
 
 def pack_evictions(numbers_LGT: Tensor, after: Sequence[int]) -> Evictions:
     """Return the record of compactions after these ascending positions.
 
-    numbers_LGT: on the CPU, the compaction that dropped each key up to the last position; 0: none.
+    numbers_LGT: on the CPU, the compaction that dropped each key; 0: none.
     """
     layers, heads, length = numbers_LGT.shape
     if not after:
@@ -84,9 +81,9 @@ def check_evictions(
     context_length: int,
     windows: Sequence[int] = (),
 ) -> None:
-    """Raise ValueError, with the field, unless a model without sliding windows can replay the
-    evictions: positions ascend within the context, all heads drop equally many keys at each
-    compaction, and no key is dropped before it exists."""
+    """Raise ValueError, with the field, unless a model can replay the evictions: it has no windows,
+    positions ascend within the context, all heads drop equally many keys at each compaction, and no
+    key is dropped before it exists."""
     after = evictions.after
     if (evictions.layers, evictions.heads) != (layers, heads):
         raise ValueError(
@@ -121,8 +118,7 @@ def replayed(
     windows: Sequence[int] = (),
 ) -> Attend:
     """Return causal attention over packed sequences, each over the keys that its sampler's cache
-    held. Before the first compaction, and without a record, it is bitwise `varlen`. windows: of a
-    model whose caches dropped nothing (`check_evictions`)."""
+    held. Before the first compaction, and without a record, it is bitwise `varlen`."""
     starts = list(accumulate(lengths, initial=0))[:-1]
     stretches: list[_Stretch] = []
     numbers_by_sequence: list[Tensor] = []
@@ -162,8 +158,8 @@ def replayed(
 def _cut_stretches(
     sequence: int, start: int, begins: Sequence[int], length: int, numbers_T: Tensor
 ) -> list[_Stretch]:
-    """Return the stretches of a sequence. begins: their first positions. numbers_T: the compactions
-    that dropped the keys of any head, as all heads drop equally many."""
+    """Return the stretches of a sequence. begins: their first positions. numbers_T: of any head, as
+    all drop equally many keys."""
     num_dropped = numbers_T.long().bincount(minlength=len(begins) + 1).tolist()
     stretches: list[_Stretch] = []
     num_keys_gone = 0
@@ -186,7 +182,6 @@ class _Stretch:
 
 
 def _padded(numbers: Sequence[Tensor]) -> Tensor:
-    """Return the compactions of all sequences, [L, G, S, T]; 0 beyond a sequence's own."""
     longest = max(x.shape[2] for x in numbers)
     dtype = max((x.dtype for x in numbers), key=lambda dtype: dtype.itemsize)
     padded_LGST = torch.zeros(*numbers[0].shape[:2], len(numbers), longest, dtype=dtype)
@@ -208,7 +203,7 @@ def _group_stretches(stretches: Sequence[_Stretch], num_heads: int) -> Iterator[
 
 
 class _Portion:
-    """Attention of some stretches: returns their outputs [C, H, d], given q, k and v of all tokens."""
+    """Attention of some stretches, [C, H, d]."""
 
     def __init__(
         self, stretches: Sequence[_Stretch], numbers_LGST: Tensor, device: torch.device | str
@@ -226,7 +221,7 @@ class _Portion:
         self.queries_C = tokens_of(
             [(s.start + s.begin, s.start + s.end) for s in stretches], device
         )
-        # each key-value head has keys of its own, so it is a sequence for `suffixes`
+        # each key-value head has its own keys, as a sequence of `suffixes`
         lengths = [stretch.end - stretch.begin for stretch in stretches] * self.num_heads
         totals = [stretch.keys for stretch in stretches] * self.num_heads
         self.attend = suffixes(lengths, totals, device, stacked=True)
@@ -245,13 +240,13 @@ class _Portion:
 
     def keys(self, layer: int) -> Tensor:
         """Return each head's key indices in the packed row, int64 [G, N], ascending in each
-        stretch. To avoid a wait for the device, each seen key is scattered to its place, the number
-        of seen keys before it."""
+        stretch. To avoid a wait for the device, each seen key is scattered to the number of seen
+        keys before it."""
         sequence_R = self.rows_5R[0]
         number_R1, start_R1, end_R1, offset_R1 = self.rows_5R[1:, :, None]
         numbers_GRT = self._numbers(layer)[:, sequence_R]
         t_T = torch.arange(self.longest, device=number_R1.device)
-        # a stretch sees the keys that were dropped never or by a later compaction
+        # dropped never or by a later compaction
         seen_GRT = ((numbers_GRT == 0) | (numbers_GRT > number_R1)) & (t_T < end_R1)
         place_GRT = seen_GRT.cumsum(2) - 1 + offset_R1
         place_GRT = torch.where(seen_GRT, place_GRT, self.num_keys)  # a place for unseen keys

@@ -1,6 +1,6 @@
 """The decoder's part of a checkpoint's config.json.
 
-transformers' configuration class of the `model_type` reads the file and fills in defaults; families
+transformers' configuration class of the `model_type` fills in defaults; families
 (`lowroll.model.families`) describe the rest. An unsupported key that would change the computation
 is refused.
 """
@@ -69,7 +69,7 @@ _NUMBER_KEYS = (  # of older files
     "full_attention_interval",
 )
 _LAYER_LISTS = ("layer_types", "no_rope_layers")
-_NOT_SAVED = ("quantization_config", "auto_map")  # formats, and code that no folder has
+_NOT_SAVED = ("quantization_config", "auto_map")  # no folder has the code
 _OTHER_KEYS = (
     "rms_norm_eps",
     "hidden_act",
@@ -121,7 +121,7 @@ class ModelSpec:
     update_scale: float = 1.0  # of the updates by attention and MLP
     hidden_scale: float = 1.0  # of the last hidden states
     mixture: MixtureSpec = MixtureSpec()
-    # the prefix of tensors' names in the source folder, and prefixes of tensors that are not read
+    # prefixes of tensors in the source folder: of all, and of those that are not read
     stored_prefix: str = field(default="model.", compare=False)
     unused: tuple[str, ...] = field(default=(), compare=False)
     stored_stacked: bool = field(default=False, compare=False)
@@ -185,7 +185,7 @@ class ModelSpec:
 
 def read_spec(folder: Path) -> ModelSpec:
     """Read the spec of a Hugging Face folder, with the eos ids of generation_config.json.
-    ValueError names the file, and the missing or unsupported key."""
+    ValueError names the file and the key."""
     config = read_config(folder)
     try:
         spec = spec_from_config(config)
@@ -196,7 +196,7 @@ def read_spec(folder: Path) -> ModelSpec:
 
 def read_spec_apart(folder: Path) -> ModelSpec:
     """Run `read_spec` in a subprocess: transformers' configurations import torch, which an
-    orchestrator must not load. Also raises RunFailed, on a timeout."""
+    orchestrator must not load. RunFailed on a timeout."""
     command = [sys.executable, "-c", _READ_SPEC_PROGRAM, str(folder)]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=APART_SECONDS)
@@ -226,7 +226,7 @@ except ValueError as error:
 
 
 def generation_eos_ids(folder: Path) -> tuple[int, ...]:
-    """Return the eos ids of generation_config.json, if any. ValueError names the file."""
+    """Return the eos ids of generation_config.json. ValueError names the file."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return ()
@@ -308,8 +308,8 @@ def _text_part(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def _family(config: dict[str, Any]) -> Family:
-    """Return the family. ValueError if unsupported, or if `architectures` names another model, such
-    as a classifier."""
+    """Return the family. ValueError if unsupported, or for another `architectures`, such as a
+    classifier."""
     by_architecture = {family.architecture: family for family in FAMILIES.values()}
     architectures = config.get("architectures")
     if (
@@ -335,8 +335,8 @@ def _family(config: dict[str, Any]) -> Family:
 
 
 def _parse_with_transformers(config: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return the attributes of transformers' configuration. Types and sizes are checked first,
-    because the class builds a list of all layers."""
+    """Return the attributes of transformers' configuration. Sizes are checked first, as the class
+    builds a list of all layers."""
     for key in _INTEGER_KEYS:
         is_required = key in _REQUIRED_KEYS and key not in family.lacks
         if is_required or config.get(key) is not None:
@@ -364,7 +364,7 @@ def _parse_with_transformers(config: dict[str, Any], family: Family) -> dict[str
         parsed = CONFIG_MAPPING[family.model_type].from_dict(deepcopy(known_values))
         parsed.standardize_rope_params()  # again, as transformers' models do: extra keys count now
         return vars(parsed)
-    except Exception as error:  # the class's own errors, and Python's for odd values
+    except Exception as error:  # of the class, and Python's for odd values
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ValueError(
             f"not a configuration of {family.model_type}: {' '.join(lines)[:300]}"

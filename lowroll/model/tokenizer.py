@@ -2,7 +2,7 @@
 seconds.
 
 Drawn tokens are never re-encoded: `ChatTokenizer.encode_turn` adds the text that the template puts
-after a mark in place of the assistant's text. That text may not depend on earlier turns
+after a mark in place of the assistant's text, which may not depend on earlier turns
 (`check_turns`).
 """
 
@@ -30,7 +30,7 @@ _SMALL_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_token
 
 def load_tokenizer(folder: str | Path) -> Any:
     """Load the folder's fast tokenizer; for an adapter folder without one, its base's. ValueError
-    names the folder when it is missing, damaged, or brings code."""
+    for one that is missing, damaged, or brings code."""
     from transformers import AutoTokenizer
 
     folder = tokenizer_home(folder)
@@ -115,7 +115,7 @@ def eos_id(folder: str | Path) -> int | None:
 
 
 class ChatTokenizer:
-    """A tokenizer with a chat template, without which it raises ValueError.
+    """A tokenizer with a chat template. ValueError without one.
 
     tool_format: how the model writes tool calls (`tool_calls`); None: as the template shows it.
     template_kwargs: template variables for every conversation (`enable_thinking`).
@@ -148,8 +148,7 @@ class ChatTokenizer:
         open_turn: bool = True,
         tools: Sequence[dict[str, Any]] = (),
     ) -> list[int]:
-        """Return a conversation's ids. Arguments and errors as `Template.render`; ValueError when
-        the template cannot show tools."""
+        """Return a conversation's ids. Arguments and errors as `render`."""
         return self._encode(self.render(messages, open_turn, tools))
 
     def encode_turn(
@@ -159,11 +158,11 @@ class ChatTokenizer:
         to the header of the assistant's next turn. said: the turn as a message, if it has tool
         calls, which some templates need before a tool's answer.
 
-        A drawn end-of-turn token replaces the template's own. Errors as `Template.render`.
+        A drawn end-of-turn token replaces the template's own.
         """
         text = self._behind_calls(messages, said) or self._behind([*_MARKED_TURN, *messages], True)
         eos = str(self.tokenizer.special_tokens_map.get("eos_token") or "")
-        # a leading special token makes the tokenizer treat text as within a conversation
+        # so the text is tokenized as within a conversation
         end_tokens = [token for token in (self._end, eos) if token]
         if text.startswith(tuple(end_tokens)):
             ids = self._encode(text)
@@ -174,8 +173,8 @@ class ChatTokenizer:
         return self._encode(f"{eos}{text}")[1:]
 
     def check_turns(self) -> None:
-        """Raise ValueError unless the template can continue a drawn turn: the text that it adds
-        must show the messages that follow, and not depend on earlier turns."""
+        """Raise ValueError unless the template can continue a drawn turn: its text must show the
+        messages that follow, and not depend on earlier turns."""
         next_message = {"role": "user", "content": _NEXT_MARK}
         earlier_turn = [*_EARLIER_MESSAGES, {"role": "assistant", "content": "b"}]
         in_short = self._behind([*_MARKED_TURN, next_message], True)
@@ -208,8 +207,7 @@ class ChatTokenizer:
 
     def _behind_calls(self, messages: list[Message], said: Message | None) -> str:
         """Return the text that the template puts after the turn `said`; "" without calls, or if it
-        cannot be separated. A mark cannot stand in calls, so the turn is rendered alone to find its
-        end."""
+        cannot be separated. A mark cannot stand in calls, so the turn is rendered alone."""
         if said is None or not said.get("tool_calls"):
             return ""
         turn = {"role": "assistant", "content": "", "tool_calls": said["tool_calls"]}
@@ -228,7 +226,7 @@ class ChatTokenizer:
         return bool(self.tokenizer.decode([token])) and not self.decode([token])
 
     def _behind(self, messages: list[Message], open_turn: bool) -> str:
-        """Return the text that the template puts after the mark. ValueError when it drops the mark."""
+        """Return the text after the mark. ValueError when the template drops the mark."""
         _, mark, suffix = self.render(messages, open_turn).partition(_TURN_MARK)
         if not mark:
             raise ValueError(
@@ -244,8 +242,8 @@ class ChatTokenizer:
         tools: Sequence[dict[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render a conversation as `Template.render`, whose template_kwargs precede those of this
-        tokenizer."""
+        """Render a conversation as `Template.render`. ValueError when the template cannot show
+        tools."""
         if tools:
             self.check_tools()
         variables = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
@@ -268,8 +266,8 @@ class ChatTokenizer:
         return call_format
 
     def turn(self, token_ids: list[int], tools: bool = False) -> Message:
-        """Convert a response to a chat message; tools: with its calls and the reasons of invalid
-        ones (`tool_calls.Spoken.message`)."""
+        """Convert a response to a chat message. tools: with its calls and the reasons of invalid
+        ones."""
         content = self.decode(token_ids)
         if not tools:
             return {"role": "assistant", "content": content}

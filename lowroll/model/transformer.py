@@ -3,10 +3,9 @@
     hidden_TD = model(ids_T, pos_T, attend)      tokens of packed sequences, with their positions
     logits_TV = model.logits(hidden_TD)
 
-Attention is an argument (`lowroll.model.attention`). A weight is a Tensor or a QTensor
-(`lowroll.model.linear`). q/k/v and gate/up are one matrix each.
+A weight is a Tensor or a QTensor (`lowroll.model.linear`). q/k/v and gate/up are one matrix each.
 
-Legend: T tokens, D hidden size, H query heads, G key-value heads, d head size, V vocabulary.
+Legend: `model`.
 """
 
 from __future__ import annotations
@@ -41,12 +40,11 @@ from lowroll.model.stream import RMSNorm, Stream, dense
 from lowroll.quant import mixed
 from lowroll.quant.formats import QTensor
 
-COMPACT_HEAD_ROWS = 4  # more rows take longer than reading float32 (docs/LOG.md)
+COMPACT_HEAD_ROWS = 4  # more take longer than reading float32 (docs/LOG.md)
 
 
 class Block(nn.Module):
-    """Attention and an MLP or experts, each with a residual, and with norms before, after or on
-    both sides (`ModelSpec.norms`)."""
+    """Attention and an MLP or experts, each with a residual and with norms (`ModelSpec.norms`)."""
 
     def __init__(
         self,
@@ -146,8 +144,8 @@ class Block(nn.Module):
         """Return the residual stream without the update of this block's MLP, and that update, which
         the next norm adds in the same pass.
 
-        update_TD: the previous block's; None in the first. wanted_P: the tokens that go on after
-        attention, [P, D]; keys and values of all are written.
+        update_TD: the previous block's. wanted_P: the tokens that go on after attention; keys and
+        values of all are written.
         """
         reader = self.mixer_reader
         mixer_rows = None if reader is None else reader.row_kind
@@ -215,8 +213,7 @@ class Block(nn.Module):
         attend: Attend,
         wanted_P: Tensor | None = None,
     ) -> Stream:
-        """Return the update by attention. cos, sin: of all ropes, [R + 1, T, 1, d/2]. wanted_P: the
-        tokens that are returned."""
+        """Return the update by attention. cos, sin: of all ropes, [R + 1, T, 1, d/2]."""
         rotate = invariant_heads if self.exact else rotate_heads
         qkv, gate = self._split_gate(self.qkv(x_TD))
         q_gain = k_gain = None  # of the norms of single heads, which `rotate` applies
@@ -246,8 +243,7 @@ class Block(nn.Module):
         return self.o(self.o.read(o_THd.reshape(o_THd.shape[0], -1)))
 
     def _split_gate(self, qkv: Stream) -> tuple[Stream, Tensor | None]:
-        """Return q, k and v, and the gate of attention's output [T, H, d], stored behind each head
-        of q."""
+        """Return q, k and v, and the output's gate [T, H, d], stored behind each head of q."""
         if not self.has_gate:
             return qkv, None
         q_size = 2 * self.heads * self.head_dim
@@ -256,7 +252,6 @@ class Block(nn.Module):
         return torch.cat([q.flatten(1), kv], dim=1), gate
 
     def _norm_whole(self, qkv: Stream) -> Tensor:
-        """Return q, k and v [T, (H + 2 G) d], with q and k normed over all their heads."""
         assert self.q_norm is not None and self.k_norm is not None
         q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
         q, k, v = dense(qkv).split([q_size, kv_size, kv_size], dim=1)
@@ -334,8 +329,7 @@ class Transformer(nn.Module):
     """The decoder. Parameters are uninitialized: `lowroll.model.hf.load` or `initialize` fills
     them.
 
-    A trainer may replace `run_block`, and `read_blocks`, which reads weights (`trainer.recompute`,
-    `parallel.sharding`).
+    A trainer may replace `run_block` and `read_blocks` (`trainer.recompute`, `parallel.sharding`).
     """
 
     def __init__(
@@ -350,7 +344,7 @@ class Transformer(nn.Module):
         self.run_block: RunBlock = run_block
         self.read_blocks: ReadBlocks = all_blocks
         self.exact = False
-        # names of weights that share storage with another model
+        # names of weights shared with another model
         self.shared: frozenset[str] = frozenset()
         self.embedding = nn.Parameter(
             torch.empty(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype)
@@ -371,9 +365,9 @@ class Transformer(nn.Module):
     def forward(
         self, ids_T: Tensor, pos_T: Tensor, attend: Attend, wanted_P: Tensor | None = None
     ) -> Tensor:
-        """Return the final hidden states of packed tokens: [T, D], or [P, D] of the tokens with the
-        indices `wanted_P`. On CUDA the last block drops the others after attention. Elsewhere they
-        are dropped at the end, since fewer rows would change last bits."""
+        """Return the final hidden states [T, D], or [P, D] of the indices `wanted_P`. On CUDA the
+        last block drops the others after attention. Elsewhere they are dropped at the end, as fewer
+        rows would change last bits."""
         cos, sin = self.rotations(pos_T)
         x_TD = self.embed(ids_T)
         update_TD: Stream | None = None
@@ -418,8 +412,7 @@ class Transformer(nn.Module):
         return normed_TD if scale == 1 else normed_TD * scale
 
     def be_exact(self) -> Transformer:
-        """Make every row's bits independent of its batch, on the conditions of
-        `model.exact.refuse`."""
+        """Make every row's bits independent of its batch (`model.exact`)."""
         for module in self.modules():
             if isinstance(module, Transformer | Block | RMSNorm | Linear | Experts):
                 module.exact = True
@@ -437,8 +430,7 @@ class Transformer(nn.Module):
         return self.embedding if self.lm_head is None else self.lm_head
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Return logits [T, V], float32 on CUDA in half precision (`logprobs.logits`), else in the
-        model's dtype."""
+        """Return logits [T, V], float32 on CUDA in half precision, else in the model's dtype."""
         if self.exact:
             if (compact := self._compact_head(hidden_TD)) is not None:
                 return ordered.compact_product(hidden_TD, compact)
@@ -448,8 +440,7 @@ class Transformer(nn.Module):
         return self.head.linear(hidden_TD)
 
     def _compact_head(self, hidden_TD: Tensor) -> ordered.Compact | None:
-        """Return the head in the fewest bytes with the same logits, for few rows of an exact engine
-        on a CPU."""
+        """Return the head in the fewest bytes with the same logits, if that is faster."""
         if self.head is None or hidden_TD.device.type != "cpu" or hidden_TD.requires_grad:
             return None
         if not 0 < len(hidden_TD) <= COMPACT_HEAD_ROWS or triton_supports(hidden_TD):
@@ -458,14 +449,14 @@ class Transformer(nn.Module):
         return cast(ordered.Compact | None, compact)
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
-        """Yield every quantizable linear layer by name (not lm_head or embedding)."""
+        """Yield every quantizable linear layer by name."""
         return (
             (name, module) for name, module in self.named_modules() if isinstance(module, Linear)
         )
 
     def requires_grad_(self, requires_grad: bool = True) -> Transformer:
-        """Set whether parameters are trained, except those that never are (`names.is_fixed`).
-        ValueError for quantized weights."""
+        """Set whether parameters are trained, except fixed ones (`names.is_fixed`). ValueError for
+        quantized weights."""
         if requires_grad and self.weight_format is not None:
             raise ValueError(
                 f"the linear weights are {self.weight_format} codes, which have no gradient; "
@@ -502,14 +493,14 @@ class Transformer(nn.Module):
 
 
 def whole(block: Block, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-    """Run a block and add its update, so that the backward pass keeps one tensor."""
+    """Run a block and add its update, so that backward keeps one tensor."""
     x_TD, update_TD = block(x_TD, None, cos, sin, attend)
     return x_TD + update_TD
 
 
 def initialize(model: Transformer, seed: int, std: float = 0.02) -> Transformer:
-    """Fill a model with seeded random weights. Matrices are N(0, std), with those that write to the
-    residual stream scaled by 1 / sqrt(2 layers); norms multiply by 1; biases and sinks are 0."""
+    """Fill a model with seeded random weights: matrices N(0, std), with those that write to the
+    residual stream scaled by 1 / sqrt(2 layers). Norms multiply by 1; biases and sinks are 0."""
     generator = torch.Generator().manual_seed(seed)
     output_std = std * (2 * model.spec.num_layers) ** -0.5
     starts_at_zero = ["bias", "sinks"]

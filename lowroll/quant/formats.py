@@ -1,9 +1,7 @@
 """QTensor, the Format protocol, and the registry of formats.
 
 A format turns a matrix w_NK ([out, in]) into codes and scales and multiplies activations with it.
-
-Scales are computed in their stored dtype (float32 unless the format says otherwise), so codes
-depend on the values of the weights alone. Tensors have the names and layouts of checkpoints.
+Scales are computed in their stored dtype, by default float32, so codes depend on the weights alone.
 
 A fused matrix (qkv, gate-up) is one QTensor; checkpoints hold its parts. `cut` and `stack` convert
 without changing a code. A value kept once a matrix, such as NVFP4's global scale, is shared by
@@ -43,9 +41,8 @@ EPS = torch.finfo(torch.float32).eps  # the scale of an all-zero channel or grou
 class QTensor:
     """A quantized matrix: named storages (codes, scales) that never move.
 
-    `tensors` are the bytes that digests and checkpoints see. `packed` holds what kernels derived
-    from them (`derive`), such as oneDNN's layout. When the codes change, it is dropped on CPU and
-    recomputed elsewhere in the same storages, which a CUDA graph may hold.
+    `packed` holds what kernels derived from `tensors` (`derive`), such as oneDNN's layout. When the
+    codes change, it is dropped on CPU and recomputed elsewhere in place, for CUDA graphs.
     """
 
     format: str
@@ -54,14 +51,14 @@ class QTensor:
     packed: dict[str, Any] = field(default_factory=dict)
     makers: dict[str, Callable[[QTensor], Any]] = field(default_factory=dict)
     version: int = 0
-    # the tensor that these codes were made of, its version and this one's at that time
+    # the source of these codes, its version and this one's at that time
     source: tuple[ref[QTensor], int, int] | None = None
 
     def note_source(self, source: QTensor) -> None:
         self.source = ref(source), source.version, self.version
 
     def is_made_of(self, source: QTensor) -> bool:
-        """Return whether the codes were made of those of `source`, and neither has changed since."""
+        """Return whether the codes were made of `source`, and neither has changed since."""
         return self.source == (ref(source), source.version, self.version)
 
     def derive(self, key: str, make: Callable[[QTensor], Any]) -> Any:
@@ -118,9 +115,9 @@ class QTensor:
 
     @torch.no_grad()
     def quantize_(self, w_NK: Tensor, amax_1: Tensor | None = None) -> QTensor:
-        """Quantize `w_NK` into these storages. amax_1: its largest magnitude
-        (`kernels.checksum.amax`), known to be finite, which saves a wait for the device.
-        ValueError, before any write, for another shape or a non-finite value."""
+        """Quantize `w_NK` into these storages. amax_1: its largest magnitude, known to be finite,
+        which saves a wait for the device. ValueError, before any write, for another shape or a
+        non-finite value."""
         if tuple(w_NK.shape) != self.shape:
             raise ValueError(
                 f"cannot quantize a matrix of shape {list(w_NK.shape)} into one of {list(self.shape)}"
@@ -134,7 +131,7 @@ class QTensor:
         return self
 
     def seen_as(self, format: str) -> QTensor | None:
-        """Return the same storages in another format with the same stored tensors, or None."""
+        """Return the storages in another format with the same stored tensors, or None."""
         if format == self.format:
             return self
         if stored_format(format) != stored_format(self.format):
@@ -161,8 +158,7 @@ class QTensor:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor is finite. Waits for the device; for many tensors use
-    `kernels.checksum`."""
+    """Return whether a tensor is finite. Waits for the device; `kernels.checksum` takes many."""
     return checksum.finite(checksum.amax([tensor]))[0]
 
 
@@ -179,13 +175,13 @@ def nonzero(scale: Tensor) -> Tensor:
 def multiplicand(q: QTensor, dtype: torch.dtype) -> Tensor:
     """Return the dequantized matrix [N, K] for a product.
 
-    A CPU keeps it until the codes change, because unpacking takes longer than a decode step's
-    product. On CUDA it is kept only if `keep_dense` asked for it.
+    A CPU keeps it until the codes change, as unpacking takes longer than a decode step's product.
+    On CUDA it is kept only if `keep_dense` asked for it.
     """
     if q.device.type != "cpu":
         dense_copy = q.packed.get(f"dense {dtype}")
         return q.dequantize(dtype) if dense_copy is None else dense_copy
-    with torch.inference_mode(False):  # the learner may differentiate through the kept tensor
+    with torch.inference_mode(False):  # a learner may differentiate through it
         return q.derive(f"dense {dtype}", lambda q: q.dequantize(dtype))
 
 
@@ -194,7 +190,7 @@ def _as_tuple(value: Any) -> tuple[Tensor, ...]:
 
 
 class Format(ABC):
-    """A way to store and multiply a matrix. Implementations are stateless."""
+    """A way to store and multiply a matrix, without state."""
 
     name: str
     summary: str
@@ -212,11 +208,11 @@ class Format(ABC):
     stacked: tuple[str, ...] = ()
 
     scheme: Scheme | None = None  # in compressed-tensors; None: another tool's, or no file's
-    # names of stored tensors in files, where they differ; None: files have none
+    # names in files, where they differ; None: not in files
     suffixes: Mapping[str, str | None] = {}
-    whole_groups: bool = False  # transformers reads no matrix that ends within a group
-    read_experts: bool = True  # transformers reads experts in it
-    unread: str = ""  # another reason why transformers cannot read it
+    whole_groups: bool = False  # transformers wants whole groups
+    read_experts: bool = True  # by transformers
+    unread: str = ""  # why transformers cannot read it
 
     @property
     def dense(self) -> bool:
@@ -259,7 +255,7 @@ class Format(ABC):
     def product(
         self, rows: QuantizedRows, q: QTensor, bias_N: Tensor | None, exact: bool = False
     ) -> Product:
-        """Multiply quantized activations; their scales may be left to the next kernel."""
+        """Multiply quantized activations; the next kernel may apply the scales."""
         raise NotImplementedError(f"{self.name} has no product of quantized rows")
 
     def quantize(self, w_NK: Tensor) -> QTensor:
@@ -299,7 +295,7 @@ class Format(ABC):
         return {}
 
     def read_beside(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the stored tensors that a file holds there. ValueError names the wrong suffix."""
+        """Return further stored tensors of a file. ValueError names the wrong suffix."""
         return {}
 
     def cut(self, q: QTensor, rows: Sequence[int]) -> list[QTensor]:
@@ -332,13 +328,11 @@ class Format(ABC):
         return QTensor(self.name, (sum(rows), num_in), stacked)
 
     def _once(self, name: str, tensor: Tensor) -> Tensor:
-        """Return one entry if all are equal and the tensor may have one a matrix."""
         if name in self.once and bool((tensor == tensor[:1]).all()):
             return tensor[:1]
         return tensor
 
     def _edges(self, name: str, num_in: int, rows: Sequence[int]) -> list[int]:
-        """Return the starts of the parts along a tensor's first dimension, and the end."""
         edges = [row * self.pitch(name, num_in) for row in accumulate(rows, initial=0)]
         if unaligned := [i for i, edge in enumerate(edges[1:-1]) if edge.denominator > 1]:
             raise ValueError(
@@ -349,12 +343,12 @@ class Format(ABC):
 
 
 def dense_from(shape: tuple[int, int]) -> int:
-    """Return the number of rows beyond which a kept dense matrix beats 4-bit codes (docs/LOG.md)."""
+    """Return the rows beyond which a kept dense matrix beats 4-bit codes (docs/LOG.md)."""
     return 64 if shape[0] * shape[1] >= LARGE else 32
 
 
 def float_product(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, exact: bool) -> Tensor:
-    """Compute x W' + b in floating point; `exact` as in `Format.linear`."""
+    """Compute x W' + b in floating point."""
     return ordered.product(x_MK, w_NK, bias_N) if exact else F.linear(x_MK, w_NK, bias_N)
 
 
@@ -402,8 +396,8 @@ def register_format(format: Format) -> None:
 
 @lru_cache(maxsize=1024)
 def meta_tensors(format: Format, rows: int, columns: int) -> dict[str, Tensor]:
-    """Return a matrix's tensors on the meta device. Cached, as it takes as long as quantizing a
-    small matrix."""
+    """Return a matrix's tensors on the meta device. Without the cache it takes as long as
+    quantizing a small matrix."""
     return format.encode(torch.empty((rows, columns), device="meta"))
 
 
@@ -412,7 +406,7 @@ def stored_format(name: str) -> str:
 
 
 def formats() -> dict[str, str]:
-    """Return each format's name and description."""
+    """Return each format's description by name."""
     return {
         name: f"{get_format(name).bits:g} bits a weight: {get_format(name).summary}"
         for name in FORMATS

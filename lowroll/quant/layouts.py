@@ -16,9 +16,9 @@ Tensors of a matrix W [N, K], by the suffix of the module's name:
     nf4_dq      the same with weight.absmax uint8, weight.nested_absmax, weight.nested_quant_map [256]
 
 Read only: `quant_method: fp8`, which is `fp8_block` with weight_scale_inv for weight_scale; `awq`
-and `gptq` (`quant.packed`). Scales are written in float32 and read in any float dtype
-(compressed-tensors 0.20, bitsandbytes 0.50). Several compressed-tensors formats in one folder are
-groups whose `targets` are module names. Anything else that changes the computation is refused.
+and `gptq` (`quant.packed`). Scales are written in float32 and read in any float dtype. Several
+compressed-tensors formats in one folder are groups whose `targets` are module names. Anything else
+that changes the computation is refused.
 """
 
 from __future__ import annotations
@@ -55,11 +55,8 @@ _ADVICE = "; quantize the dense model with `lowroll quantize`, or load the dense
 
 @dataclass(frozen=True)
 class StoredLayout:
-    """The stored tensors of a format. renamed: a folder's own suffixes.
-
-    unpacked: 4-bit integers take a byte each. rotated: width of the rotation blocks by kind of
-    matrix.
-    """
+    """The stored tensors of a format. renamed: a folder's own suffixes. unpacked: 4-bit integers
+    take a byte each. rotated: width of the rotation blocks by kind of matrix."""
 
     format: str
     renamed: dict[str, str] = field(default_factory=dict)
@@ -132,7 +129,7 @@ class MixedLayout:
 
 
 class ExpertsInMXFloat4(MixedLayout):
-    """The layout of GPT-OSS's folders: stacked experts in MXFP4 (`model.stacked`), all else dense."""
+    """The layout of GPT-OSS's folders: experts in MXFP4 (`model.stacked`), all else dense."""
 
     def __init__(self) -> None:
         super().__init__({}, None, frozenset(), {})
@@ -180,10 +177,8 @@ def describe(
     dense: Sequence[str] = (),
     columns: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Return the `quantization_config` of a folder in `format`. dtype: the model's.
-
-    dense: name endings of dense modules. columns: in features by kind of matrix.
-    """
+    """Return the `quantization_config` of a folder in `format`. dense: name endings of dense
+    modules. columns: in features by kind of matrix."""
     form = get_format(format)
     description = form.describe(dtype, dense)
     if description is not None:
@@ -198,7 +193,7 @@ def describe(
 
 def describe_mixed(modules: dict[str, list[str]], columns: Mapping[str, int]) -> dict[str, Any]:
     """Return the `quantization_config` of a folder with several formats. modules: file names by
-    format. columns: as in `describe`. ValueError for a format that cannot be mixed."""
+    format. ValueError for a format that cannot be mixed."""
     dense: list[str] = []
     groups: list[dict[str, Any]] = []
     rotated: dict[str, int] = {}
@@ -293,8 +288,8 @@ def _schemes_by_format() -> dict[str, Scheme]:
 
 
 def _read_compressed_tensors(config: dict[str, Any]) -> StoredLayout | MixedLayout:
-    """Return the layout. If all groups have the same one, it is returned alone, and the files say
-    which modules are quantized, unless `ignore` leaves linear layers dense."""
+    """Return the layout. If all groups have the same one, the files say which modules are
+    quantized, unless `ignore` leaves linear layers dense."""
     if config.get("kv_cache_scheme"):
         raise ValueError(f"kv_cache_scheme: is not supported{_ADVICE}")
     sparsity = config.get("sparsity_config")
@@ -333,7 +328,7 @@ def _read_rotations(config: dict[str, Any]) -> dict[str, int]:
 def _layouts_by_target(
     groups: dict[str, Any], layouts: dict[str, StoredLayout]
 ) -> dict[str, StoredLayout]:
-    """Return layouts by a module's name or "Linear". ValueError for a pattern or a repeated target."""
+    """Return layouts by a module's name or "Linear"."""
     by_target: dict[str, StoredLayout] = {}
     for key, layout in layouts.items():
         where = f"config_groups.{key}.targets"
@@ -351,8 +346,8 @@ def _layouts_by_target(
 
 
 def _rotated_in(group: Any, rotated: dict[str, int]) -> dict[str, int]:
-    """Return the rotations of a group: of its modules if they are declared by module name, which
-    has dots, else of all kinds of matrices."""
+    """Return a group's rotations, which are declared by module name, which has dots, or by kind of
+    matrix."""
     if not any("." in name for name in rotated):
         return rotated
     targets = group.get("targets") if isinstance(group, dict) else None

@@ -1,4 +1,4 @@
-"""The interface of cache policies: which keys of a sample stay, how many, and when the rest goes.
+"""The interface of cache policies.
 
 `CachePolicy` is arithmetic without torch, for the scheduler's admission. `Selector` is the device
 side, for the runner: it selects the keys.
@@ -14,8 +14,7 @@ A new policy is one file that defines both sides:
         def kept(self, cached): return min(cached, self.budget)
         def selector(self, spec, cache, max_batch): return LastKeys()
 
-Legend: L layers, S slots, B rows, T tokens, H query heads, G key-value heads, d head size, K keys
-that stay.
+Legend: `kv`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the scheduler imports this file without torch
+if TYPE_CHECKING:  # the scheduler has no torch
     from torch import Tensor
 
     from lowroll.kv.batch import DecodeRows, PromptChunk
@@ -34,7 +33,7 @@ if TYPE_CHECKING:  # the scheduler imports this file without torch
 
 
 class CachePolicy(ABC):
-    """A policy for the number of keys in a sample's cache, whatever its batch.
+    """A policy for the number of keys in a sample's cache.
 
     Contract: a cache that was just compacted, or just received its prompt, has room for at least
     one key: room(kept(n)) >= 1 and room(after_prompt(n)) >= 1.
@@ -42,13 +41,13 @@ class CachePolicy(ABC):
 
     name: str  # BehaviorTag.kv_policy
     budget: int | None  # BehaviorTag.kv_budget; None keeps every key
-    # Tokens at the end of a prompt that run even if their pages are cached, because a policy may
-    # observe their queries. At least 1, for the logits.
+    # Tokens at the end of a prompt that run even if their pages are cached, so that a policy
+    # observes their queries. At least 1, for the logits.
     window: int = 1
 
     @abstractmethod
     def room(self, cached: int) -> int:
-        """Return how many keys a cache of `cached` keys takes before a compaction; 0: compact now."""
+        """Return how many keys fit before a compaction; 0: compact now."""
 
     @abstractmethod
     def kept(self, cached: int) -> int:
@@ -56,8 +55,8 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def selector(self, spec: ModelSpec, cache: KVCache, max_batch: int) -> Selector | None:
-        """Create the device side, once an engine, with `num_slots(max_batch)` slots, or None if the
-        policy never compacts."""
+        """Create the device side, once an engine, with `num_slots(max_batch)` slots; None: never
+        compacts."""
 
     def state_bytes(self, spec: ModelSpec, max_batch: int, bytes_per_number: int) -> int:
         """Return the selector's permanent device memory. bytes_per_number: of queries."""
@@ -80,8 +79,8 @@ class CachePolicy(ABC):
 
 
 class Selector(ABC):
-    """The device side of a policy, which selects keys and may keep state for each slot, layer and
-    KV head. Methods are called in stream order. Storage that a decode graph reads must not move."""
+    """The device side of a policy, which may keep state for each slot, layer and KV head. Methods
+    are called in stream order. Storage that a decode graph reads must not move."""
 
     watches: bool = False
 
@@ -92,26 +91,26 @@ class Selector(ABC):
         """Copy the state of slots (source, target). All are read before one is written."""
 
     def prefilled(self, layer: int, q_THd: Tensor, chunks: Sequence[PromptChunk]) -> None:  # noqa: B027
-        """Observe a layer's queries of prompt chunks, packed in the chunks' order, whose keys and
-        values are already in their pages. Tokens from the prefix cache are not observed."""
+        """Observe a layer's queries of prompt chunks, packed in order. Keys and values are already
+        in their pages. Tokens from the prefix cache are not observed."""
 
     def decoded(self, layer: int, q_BHd: Tensor, rows: DecodeRows) -> None:  # noqa: B027
-        """Observe a decoded token of each row, whose key is the row's last. Captured in a CUDA
-        graph: no shape or host decision may depend on the rows. Dead rows have the dead slot."""
+        """Observe a decoded token of each row; its key is the last. Captured in a CUDA graph: no
+        shape or host decision may depend on the rows. Dead rows have the dead slot."""
 
     @abstractmethod
     def compact(self, rows: DecodeRows, kept: int) -> Tensor:
-        """Return the indices int64 [L, B, G, K] of the `kept` keys, ascending, 0 the oldest. State
-        of each key is gathered here too."""
+        """Return the indices int64 [L, B, G, K] of the `kept` keys, ascending from the oldest.
+        State of each key is gathered too."""
 
 
 def prompt_slot(max_batch: int) -> int:
-    """Return the slot of a prompt, until all its samples are admitted and have copied its state."""
+    """Return the slot of a prompt, until all its samples are admitted."""
     return max_batch
 
 
 def dead_slot(max_batch: int) -> int:
-    """Return the slot that rows without a token write to."""
+    """Return the slot of rows without a token."""
     return max_batch + 1
 
 
@@ -129,12 +128,12 @@ def copy_slots(state_LS: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
 class Compaction:
     """The policy keeps `kept` of the `cached` keys in `pages`, which move to `targets`.
 
-    No target is shared or can be served again. Targets that are among `pages` come first, belong to
-    no other compaction and are consecutive in `pages`, so keys can move in place
+    No target is shared or can be served again. Targets among `pages` come first, belong to no other
+    compaction and are consecutive in `pages`, so keys can move in place
     (`kernels.kv_eviction.move`).
     """
 
-    slot: int  # of the sample or prompt, in the policy's state
+    slot: int  # in the policy's state
     pages: list[int]
     targets: list[int]
     cached: int
@@ -160,11 +159,10 @@ class Footprint:
 
 
 def footprint(policy: CachePolicy, prompt: int, response: int, page_size: int) -> Footprint:
-    """Return the footprint of a prompt of so many tokens with responses of up to `response`, whose
-    last token is never stored.
+    """Return the footprint of a prompt with responses of up to `response` tokens, the last of which
+    is never stored.
 
-    A sample shares the base's pages until its first compaction. Shared pages are never edited, so
-    afterwards all pages are its own.
+    A sample shares the base's pages, which are never edited, until its first compaction.
     """
     base = policy.after_prompt(prompt)
     peak = policy.peak(base, response - 1)

@@ -20,7 +20,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """A change of the frequencies for contexts longer than those of pretraining.
+    """A change of the frequencies for long contexts.
 
     kind: `linear`, `llama3` or `yarn`. low and high: llama3's frequency factors, YaRN's `beta_slow`
     and `beta_fast`. magnitude: factor of cos and sin. truncate: YaRN's borders are whole pairs.
@@ -37,8 +37,8 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions. theta: the base. dims: numbers of a head that are rotated. interleaved:
-    pairs are neighbours (2i, 2i + 1), not halves (i, i + dims / 2)."""
+    """Rotary positions. theta: the base. dims: rotated numbers of a head. interleaved: pairs are
+    neighbours (2i, 2i + 1), not halves (i, i + dims / 2)."""
 
     theta: float
     dims: int
@@ -48,7 +48,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The differences between layers. rope: an index into the spec's `ropes`, None: no positions.
+    """The differences between layers. rope: an index into the spec's `ropes`; None: no positions.
     window: the last keys that a query sees, itself included; 0: all."""
 
     rope: int | None = 0
@@ -60,7 +60,7 @@ class LayerSpec:
 class DeltaSpec:
     """The sizes of gated delta nets. A key head serves consecutive value heads. taps: of the
     convolution. grouped: checkpoints have one matrix of q, k, v and z by key head, and one of b and
-    a (Qwen3-Next), not separate ones (Qwen3.5)."""
+    a (Qwen3-Next)."""
 
     key_heads: int
     value_heads: int
@@ -86,14 +86,14 @@ class DeltaSpec:
 
     @property
     def input_parts(self) -> dict[str, int]:
-        """Return the rows of the matrices that make q, k, v and z, by name in checkpoints."""
+        """Return the rows of the matrices of q, k, v and z, by name in checkpoints."""
         if self.grouped:
             return {"in_proj_qkvz": self.channels + self.values}
         return {"in_proj_qkv": self.channels, "in_proj_z": self.values}
 
     @property
     def rate_parts(self) -> dict[str, int]:
-        """Return the rows of the matrices that make b and a."""
+        """Return the rows of the matrices of b and a."""
         if self.grouped:
             return {"in_proj_ba": 2 * self.value_heads}
         return {"in_proj_b": self.value_heads, "in_proj_a": self.value_heads}
@@ -107,8 +107,8 @@ class DeltaSpec:
 @dataclass(frozen=True)
 class LatentSpec:
     """The sizes of multi-head latent attention. query_rank, kv_rank: of the latents; query_rank 0:
-    queries have none. A head of q and k has nope_dim numbers without positions, then rope_dim
-    rotated ones; one of v has value_dim."""
+    queries have none. A head of q and k has nope_dim numbers, then rope_dim rotated ones; one of v
+    has value_dim."""
 
     query_rank: int
     kv_rank: int
@@ -121,8 +121,8 @@ class LatentSpec:
         return self.nope_dim + self.rope_dim
 
     def matrices(self, heads: int, hidden_size: int) -> dict[str, tuple[dict[str, int], int]]:
-        """Return (the rows of the stacked matrices by name in checkpoints, the in features) of each
-        linear layer, in the order of files."""
+        """Return (rows of the stacked matrices by name in checkpoints, in features) of each linear
+        layer, in the order of files."""
         queries, latents = heads * self.head_dim, self.kv_rank + self.rope_dim
         low_rank = {"q_a_proj": self.query_rank} if self.query_rank else {"q_proj": queries}
         q_b = {"q_b": ({"q_b_proj": queries}, self.query_rank)} if self.query_rank else {}
@@ -154,8 +154,7 @@ class ClampedGate(NamedTuple):
 @dataclass(frozen=True)
 class SigmoidScores:
     """A router with sigmoid scores. A correction of each expert is added for the choice alone.
-    Experts are in `groups` equal groups, and chosen from the `groups_kept` best. scale: of the
-    chosen weights."""
+    Experts are chosen from the `groups_kept` best groups. scale: of the chosen weights."""
 
     groups: int = 1
     groups_kept: int = 1
@@ -166,11 +165,11 @@ class SigmoidScores:
 class MixtureSpec:
     """The experts that replace the dense MLP. Without experts `num_experts` is 0.
 
-    dense_layers: the number of first layers that keep a dense MLP. expert_size: intermediate size
-    of one expert. shared_size: that of an expert that takes every token, 0 without. renormalize: a
-    token's weights sum to 1. scores: of routers; None: a softmax over all experts. has_biases: of
-    the router and all experts. clamped_gate: None for plain SwiGLU. stacked: saved folders hold a
-    layer's experts as one tensor (`model.stacked`).
+    dense_layers: the first layers, which keep a dense MLP. expert_size: intermediate size of an
+    expert. shared_size: that of an expert that takes every token, 0 without. renormalize: a token's
+    weights sum to 1. scores: None: a softmax over all experts. has_biases: of the router and all
+    experts. clamped_gate: None for plain SwiGLU. stacked: saved folders hold a layer's experts as
+    one tensor (`model.stacked`).
     """
 
     num_experts: int = 0
@@ -202,12 +201,11 @@ class Family:
     """A row of the table of families.
 
     model_type, architecture: as in config.json. describe: returns the fields of `ModelSpec` that
-    differ from Llama's, given the parsed configuration; its ValueErrors name keys. keys: read
-    beside the common keys. activation_key, activation: where the MLP's activation stands, and the
-    supported one. inside: model type and architecture of a model of images and text whose
-    `text_config` it is, with its tensors at `model.language_model`. lacks: required keys that it
-    does not have. brings_code: published folders name code of their own; the computation here is
-    transformers' instead.
+    differ from Llama's; its ValueErrors name keys. keys: read beside the common ones.
+    activation_key, activation: the key of the MLP's activation, and the supported one. inside:
+    model type and architecture of a model of images and text whose `text_config` it is. lacks:
+    required keys that it does not have. brings_code: published folders name code of their own, and
+    transformers' computation replaces it.
     """
 
     model_type: str
@@ -233,7 +231,7 @@ def rope_of(
     values: Values, rope: Values | None = None, partial: bool = False, interleaved: bool = False
 ) -> Rope:
     """Return the rotary positions of `rope_parameters`, or those given. partial: heads may be
-    rotated in part. interleaved: as in `Rope`. ValueError for an unsupported rope_type."""
+    rotated in part. ValueError for an unsupported rope_type."""
     rope = values["rope_parameters"] if rope is None else rope
     if not isinstance(rope, Mapping) or "rope_type" not in rope:
         raise ValueError(
