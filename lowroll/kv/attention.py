@@ -1,9 +1,5 @@
 """Attention over the paged cache: the engine's `attend`.
 
-`PagedDecode` handles rows of one token, without a gather, `PagedAttention` the prompts of a step: a
-prompt from position 0 attends over its own keys as the cache stores them; a later chunk gathers its
-sequence's tokens.
-
 Legend: `kv`.
 """
 
@@ -29,7 +25,8 @@ MOST_GATHERED = 1 << 17
 
 @dataclass(frozen=True)
 class PagedDecode:
-    """`attend` for rows of one token, which `rows.lengths_B` counts; a dead row writes nothing."""
+    """`attend` for rows of one token, without a gather. `rows.lengths_B` counts the token; a dead
+    row writes nothing."""
 
     cache: KVCache
     rows: DecodeRows
@@ -48,8 +45,6 @@ class PagedDecode:
 
 @dataclass(frozen=True)
 class _LaterChunks:
-    """Chunks that attend over stored keys too, gathered together."""
-
     num_queries: int
     slots_T: Tensor  # of their sequences, up to the chunks' ends
     attend: Attend
@@ -58,8 +53,9 @@ class _LaterChunks:
 class PagedAttention:
     """`attend` for the prompts of one step.
 
-    fresh: chunks from position 0, whose tokens come first. later: chunks behind stored keys.
-    selector: the policy's device side, if it watches.
+    fresh: chunks from position 0, which come first and attend over their own keys as the cache
+    stores them. later: chunks behind stored keys, which are gathered. selector: the policy's device
+    side, if it watches.
     """
 
     def __init__(
@@ -120,7 +116,7 @@ class PagedAttention:
 
 
 class _ExactAttention:
-    """Attention of chunks over the cache, bitwise as decoded rows have it."""
+    """Attention of chunks over the cache, bitwise as of decoded rows."""
 
     def __init__(self, cache: KVCache, chunks: list[PromptChunk]) -> None:
         self.cache = cache

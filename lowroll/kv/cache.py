@@ -1,10 +1,7 @@
-"""The paged KV cache: a buffer of keys and one of values a layer, [pages, page, G, d], allocated
-once.
+"""The paged KV cache: a buffer of keys and one of values a layer, [pages, page, G, d]. `KVCache`
+alone knows how keys and values are stored; `kv.fp8` has the same methods.
 
-`KVCache` alone knows how keys and values are stored; `kv.fp8` has the same methods.
-
-Legend: T tokens, B decode rows, P pages of the longest row, G key-value heads, d head size, K keys
-that stay.
+Legend: `kv`.
 """
 
 from __future__ import annotations
@@ -68,8 +65,8 @@ class KVCache:
 
     @staticmethod
     def columns(spec: ModelSpec, dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:
-        """Return the width and dtype of what is stored of a token, layer and KV head: first keys,
-        then values."""
+        """Return the width and dtype of each stored part of a token, layer and KV head: keys, then
+        values."""
         return [(spec.head_dim, dtype), (spec.head_dim, dtype)]
 
     @classmethod
@@ -98,7 +95,7 @@ class KVCache:
             buffer[targets] = buffer[sources]
 
     def clear(self) -> None:
-        """Zero everything, after a forward pass that was not finite. No-op once released."""
+        """Zero everything, after a forward pass that was not finite, unless released."""
         if self.released:
             return
         for buffer in self._all():
@@ -107,9 +104,8 @@ class KVCache:
             self.recurrent.clear()
 
     def release(self) -> None:
-        """Free the memory and its content until `restore`. The tensors stay the same objects;
-        without virtual memory their addresses change, so CUDA graphs that hold them must be
-        dropped."""
+        """Free the memory until `restore`. The tensors stay the same objects; without virtual
+        memory their addresses change, so CUDA graphs that hold them must be dropped."""
         if self.virtual_memory is not None:
             self.virtual_memory.release()
         else:
@@ -148,13 +144,11 @@ class KVCache:
         )
 
     def gather_keys(self, layer: int, table_BP: Tensor) -> Tensor:
-        """Return keys [B, G, N, d] of these pages, N = P * page, finite but arbitrary beyond a
-        row's length."""
+        """Return keys [B, G, N, d] of these pages, finite but arbitrary beyond a row's length."""
         return gather_pages(self.keys[layer], table_BP)
 
     def key_pages(self, table_BP: Tensor) -> tuple[Sequence[Tensor], Tensor]:
-        """Return the keys of these pages in all layers [p, page, G, d], and tables into them: the
-        buffers themselves, where keys are not encoded."""
+        """Return the keys of these pages in all layers [p, page, G, d], and tables into them."""
         return self.keys, table_BP
 
     def decode(self, layer: int, inputs: AttentionInputs, rows: DecodeRows) -> Tensor:
@@ -172,15 +166,14 @@ class KVCache:
 
     def keep(self, table_BP: Tensor, kept_LBGK: Tensor, slots_BK: Tensor) -> None:
         """Move the kept keys and values to new slots (`kernels.kv_eviction.move`). kept_LBGK:
-        int64, ascending indices into the keys of a row, whose pages `table_BP` lists."""
+        int64, ascending indices into a row's keys."""
         move(self.buffers, table_BP, kept_LBGK, slots_BK)
 
 
 def _allocate(
     shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device
 ) -> tuple[list[Tensor], VirtualMemory | None]:
-    """Allocate buffers of zeros, aligned to 512 bytes, in one piece of virtual memory if the device
-    has it."""
+    """Allocate buffers of zeros, aligned to 512 bytes, in virtual memory if the device has it."""
     if device.type != "cuda" or not virtual_memory_works(device):
         return [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes], None
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]

@@ -1,7 +1,7 @@
 """An 8-bit KV cache: `kernels.attention.codes` in pages.
 
 Attention sees the stored codes in every phase, so recorded log-probs are those of the 8-bit cache,
-and a prefix has the same keys whether just made or found in the prefix cache.
+whether a prefix was just made or found in the prefix cache.
 
 `adapt` chooses the key channels that get a second code: of the pairs that RoPE rotates, those with
 the largest bias of the key projection, or the largest gain of the keys' norm; among equals the
@@ -110,7 +110,7 @@ class Float8Cache(KVCache):
 
 def key_energy(model: Transformer) -> Tensor:
     """Return how large the weights make each key channel, float32 [L, G, d], in the kernels' order:
-    the square of its norm gain, without a norm on keys of its bias, else 0."""
+    the square of its norm gain, else of its bias, else 0."""
     spec = model.spec
     size = spec.num_kv_heads * spec.head_dim
     energies = []
@@ -133,8 +133,8 @@ def key_energy(model: Transformer) -> Tensor:
 
 
 def fine_channels(energy_LGd: Tensor) -> Tensor:
-    """Return the F channels of the most energetic pairs, int64 [L, G, F]; of equal ones the slower,
-    which are the later ones. Pair p is the channels p and p + d / 2."""
+    """Return the F channels of the most energetic pairs, int64 [L, G, F]; of equal ones the later,
+    which are slower. Pair p is the channels p and p + d / 2."""
     pairs_LGp = energy_LGd.unflatten(-1, (2, -1)).sum(-2)
     num_pairs = pairs_LGp.shape[-1]
     reversed_order_LGp = pairs_LGp.flip(-1).argsort(dim=-1, descending=True, stable=True)

@@ -1,16 +1,15 @@
-"""Pages of the KV cache: allocation, reference counts, and reuse by prefix.
+"""Pages of the KV cache: allocation, reference counts, and reuse by prefix (PagedAttention, Kwon et
+al. 2023, arXiv:2309.06180).
 
-The cache is `num_pages` pages of `page_size` token slots (PagedAttention, Kwon et al. 2023,
-arXiv:2309.06180). Position t of a sequence is in slot `pages[t // page_size] * page_size + t %
-page_size`. A page is
+Position t of a sequence is in slot `pages[t // page_size] * page_size + t % page_size`. A page is
 
     held      reference count >= 1: one count a sequence (or group) whose table lists it
-    cached    count 0, but a prefix key still names its content: served again, or taken back, least recently used first
+    cached    count 0, but a prefix key names its content: served again, or taken back, least recently used first
     blank     count 0 and no key
 
 A full prompt page is named by a chain of 128-bit blake2b digests: key_j = H(key_{j-1}, tokens of
-page j), with key_{-1} = H(salt). It covers all earlier tokens, on which K/V depend. The salt names
-the behaviour policy (version, digest, formats): K/V of other weights never match.
+page j), with key_{-1} = H(salt). The salt names the behaviour policy (version, digest, formats):
+K/V of other weights never match.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from hashlib import blake2b
 
 
 class OutOfPages(RuntimeError):
-    """An error for more pages than are free. The scheduler's reservations prevent this."""
+    """An error for more pages than are free, which the scheduler's reservations prevent."""
 
 
 class PagePool:

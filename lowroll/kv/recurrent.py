@@ -1,8 +1,7 @@
 """The states of recurrent layers, one slot a sample, beside the paged cache.
 
-A prompt's first chunk finds zeros, samples of a group copy the state that the prompt left, and rows
-without a token write to the dead slot. A state is that of all tokens so far, so it cannot be shared
-by pages or taken back.
+Samples of a group copy the state that the prompt left, and rows without a token write to the dead
+slot. A state is that of all tokens so far, so it cannot be shared by pages or taken back.
 
 Legend: T tokens, B rows, S sequences, N slots, C channels, K taps, H heads, k key size, v value
 size.
@@ -24,11 +23,9 @@ from lowroll.model.spec import ModelSpec
 
 
 class RecurrentStates:
-    """The states of all recurrent layers, by slot, zeros at first.
-
-    conv_LNCK: the last K - 1 inputs of each convolution, in the model's dtype. rule_LNHkv: the
-    states of the delta rule, float32. row: of a layer in both.
-    """
+    """The states of all recurrent layers, by slot, zeros at first. conv_LNCK: the last K - 1 inputs
+    of each convolution, in the model's dtype. rule_LNHkv: the states of the delta rule, float32.
+    row: of a layer in both."""
 
     def __init__(
         self, spec: ModelSpec, num_slots: int, dtype: torch.dtype, device: torch.device | str

@@ -6,8 +6,7 @@ Of sequences i, each a prompt and its response, with a cache after every token o
 
 as `peak` (the most that a sample ever holds), `final` (after its last token), and `mean` (summed
 over the response's tokens). A full cache counts as compacted; the last token counts, though its key
-is never stored. A whole prompt is only on pages that its samples share, and does not count in a
-sample's peak.
+is never stored. A whole prompt is only on shared pages, and does not count in a sample's peak.
 
 Source: Sparse-RL's "Toks. saving", but dense is what the same responses would hold.
 """
@@ -52,8 +51,8 @@ def stored(kv: CachePolicy, prompt: int, response: int) -> Stored:
 
 
 def saving(kv: CachePolicy, lengths: Iterable[tuple[int, int]]) -> dict[str, float]:
-    """Return `saving_peak`, `saving_final` and `saving_mean`, and the mean number of `evictions` of
-    a response. lengths: (prompt tokens, response tokens) of each; without any, all are 0."""
+    """Return `saving_peak`, `saving_final`, `saving_mean`, and the mean `evictions` of a response.
+    lengths: (prompt tokens, response tokens) of each; without any, all are 0."""
     bounded: list[Stored] = []
     dense: list[Stored] = []
     for prompt, response in lengths:

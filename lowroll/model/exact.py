@@ -1,7 +1,6 @@
-"""The conditions for an exact model (`Transformer.be_exact`).
-
-Rows have the same bits in any batch if every operation is in `kernels.batch_invariant`, or a
-product of codes with exact integer sums (INT8; on a CPU also 4 bits).
+"""The conditions for an exact model (`Transformer.be_exact`): every operation is in
+`kernels.batch_invariant`, or a product of codes with exact integer sums (INT8; on a CPU also 4
+bits).
 """
 
 from __future__ import annotations

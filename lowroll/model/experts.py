@@ -4,15 +4,14 @@
     chosen: the S largest p, of equal ones the lower expert;    g = p of the chosen, over their sum if the spec says so
     y = sum_s g_s W_down[e_s] (silu(W_gate[e_s] x) * W_up[e_s] x)
 
-(Shazeer et al. 2017, arXiv 1701.06538, with the softmax before the choice as in Qwen3-MoE.) Router
-logits are float32 sums (`kernels.moe.route`, also for scores by sigmoids). With `has_biases`, all
-products have a bias; with a `clamped_gate`, the SwiGLU is `kernels.fused.swiglu.clamped_swiglu`.
+(Shazeer et al. 2017, arXiv 1701.06538, with the softmax before the choice as in Qwen3-MoE; variants
+as in `MixtureSpec`.) Router logits are float32 sums (`kernels.moe.route`).
 
 All experts are stacked in one `Linear` with the parts "experts.7.gate_proj" and so on: formats and
 checkpoints see one matrix [E N, K]. It is multiplied with rows sorted by expert
 (`kernels.moe.grouped`).
 
-Legend: T tokens, S choices a token, P = T S slots, E experts, D hidden size, N out, K in features.
+Legend: `model`; S choices a token, P = T S slots, E experts.
 """
 
 from __future__ import annotations
@@ -55,14 +54,13 @@ class Router(nn.Module):
         self.scores = mixture.scores
         self.correction_bias: nn.Parameter | None = None
         if self.scores is not None:
-            # bfloat16 would change which experts are chosen; without load balancing it needs no
-            # gradient
+            # bfloat16 would change the choice; without load balancing there is no gradient
             correction_E = torch.empty(mixture.num_experts, device=device, dtype=torch.float32)
             self.correction_bias = nn.Parameter(correction_E, requires_grad=False)
 
     @property
     def routing(self) -> Routing:
-        """The parameters of the choice, with the tensors that the module has now."""
+        """The parameters of the choice."""
         sigmoids = None
         if self.scores is not None:
             assert self.correction_bias is not None
@@ -71,7 +69,7 @@ class Router(nn.Module):
         return Routing(self.choices, self.renormalize, self.bias, sigmoids)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """Move the module as torch does; the correction keeps its dtype."""
+        """Move the module; the correction keeps its dtype."""
         kept_E = None if self.correction_bias is None else self.correction_bias.detach()
         super()._apply(fn, recurse)
         moved_E = self.correction_bias
@@ -109,7 +107,7 @@ class StackedLinear(Linear):
         super().set_weight(weight)
 
     def products(self, x_PK: Tensor, groups: Groups) -> Tensor:
-        """Multiply sorted rows with their experts' matrices, and add the biases: [P, N]."""
+        """Multiply sorted rows with their experts' matrices: [P, N], with biases."""
         y_PN = self.multiply(x_PK, groups)
         if self.bias is None:
             return y_PN
@@ -141,7 +139,7 @@ class LearnerStack(StackedLinear):
 
 
 class EngineStack(StackedLinear):
-    """An engine's stack: QTensors in their format's own arithmetic, without gradients."""
+    """An engine's stack, without gradients."""
 
     @property
     def codes(self) -> QTensor:
@@ -192,8 +190,7 @@ class Experts(nn.Module):
         return combine(y_PD, weights_TS, x_TD.dtype, groups)
 
     def _exactly(self, x_TD: Tensor) -> Tensor:
-        """Compute `forward` with the same bits in any batch. A token's experts are added in the
-        order of its choice."""
+        """Compute `forward` with the same bits in any batch."""
         logits_TE = product.linear(x_TD, self.router.weight)
         weights_TS, experts_TS = choose_by(logits_TE, self.router.routing)
         groups = sort_slots(experts_TS, self.gate_up.num_experts)
@@ -230,7 +227,7 @@ class EngineExperts(Experts):
 
 class _GroupedProduct(torch.autograd.Function):
     """Products of rows sorted by expert: forward in the format's own arithmetic if `aligned`,
-    backward with the dequantized weight, straight-through to the master, if any."""
+    backward with the dequantized weight, straight-through to the master."""
 
     @staticmethod
     def forward(
@@ -277,7 +274,7 @@ def _dense_by_expert(weight: Tensor | QTensor, num_experts: int, dtype: torch.dt
 
 def _make_stack(weight: QTensor, num_experts: int, dtype: torch.dtype) -> Stack:
     """Return the weight as stored if the kernels support it, else dequantized: to float32 for a
-    format that rounds activations, else to `dtype`."""
+    format that rounds activations."""
     format = get_format(weight.format)
     rounded = None
     if format.stacked:
@@ -303,7 +300,6 @@ def _low_bit_multiply(
 def _low_bit_product(
     x_PK: Tensor, weight: QTensor, groups: Groups, num_experts: int, exact: bool
 ) -> Tensor:
-    """Multiply each expert's rows by its codes, one by one."""
     experts = weight.derive("experts", lambda q: tuple(_split_experts(q, num_experts)))
     return torch.cat(
         [

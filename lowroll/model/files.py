@@ -1,7 +1,5 @@
-"""Bounded reads of an untrusted model folder.
-
-Claims are checked against file sizes and memory before they are used. Every refusal is a one-line
-ValueError that names the file.
+"""Bounded reads of an untrusted model folder. Claims are checked against file sizes and memory
+before they are used; every ValueError is one line and names the file.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ o' of attention with the sink, so the gradients of q, k and v are exact. The sin
 
     dsink = -sum over queries of exp(sink - lse') sum(do * o')
 
-Legend: C query tokens, T key tokens, H query heads, G key-value heads, d head size, X any leading
-axes.
+Legend: `model`; C query tokens, T key tokens, X any leading axes.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class AttentionKernel(Protocol):
-    """Plain attention of q [X, H, d] over k and v [X, G, d], and its gradients."""
+    """Plain attention of q [X, H, d] over k and v [X, G, d]."""
 
     def forward(self, q_XHd: Tensor, k_XGd: Tensor, v_XGd: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output, and its log-sum-exps [X, H] in float32."""
@@ -49,11 +48,10 @@ class AttentionKernel(Protocol):
 
 @dataclass(frozen=True)
 class Packed:
-    """Causal attention of packed sequences on CUDA, [C, H, d], the last query aligned with the last
-    key.
+    """Causal attention of packed sequences on CUDA, the last query aligned with the last key.
 
     q_bounds, k_bounds: int32 [S + 1] on the device. q_longest, k_longest: of the sequences. window:
-    the last keys that a query sees; 0: all.
+    as in `LayerSpec`.
     """
 
     q_bounds: Tensor
@@ -154,7 +152,7 @@ def attend_packed(
 def attend(
     q_XHd: Tensor, k_XGd: Tensor, v_XGd: Tensor, sinks_H: Tensor | None, kernel: AttentionKernel
 ) -> Tensor:
-    """Compute attention by a kernel, with sinks if any. Differentiable."""
+    """Compute attention, with sinks if any. Differentiable."""
     o_XHd = _Attention.apply(q_XHd, k_XGd, v_XGd, sinks_H, kernel)
     assert isinstance(o_XHd, Tensor)
     return o_XHd

@@ -46,7 +46,7 @@ def inside(folder: Path, name: str) -> Path | None:
 
 
 def copy_tokenizer(source: str | Path | None, target: Path) -> None:
-    """Copy a model folder's tokenizer files, if one is given. ValueError for a link out of it."""
+    """Copy a model folder's tokenizer files. ValueError for a link out of it."""
     for name in TOKENIZER_FILES:
         if source is not None and (path := inside(Path(source), name)) is not None:
             shutil.copyfile(path, target / name)
@@ -89,8 +89,8 @@ def resolve(
     folder of a GGUF file (`model.gguf`); or a downloaded hub id, at its newest commit or the
     revision.
 
-    weights: download them too. connect: without it only this machine's hub cache is searched. key:
-    the setting that names the model. ValueError says what was tried.
+    weights: download them too. connect: else only this machine's hub cache is searched. key: the
+    setting that names the model. ValueError says what was tried.
     """
     folder = Path(source).expanduser()
     if folder.is_dir():

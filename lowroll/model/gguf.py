@@ -1,6 +1,6 @@
 """GGUF files as model folders: transformers reads them, and their weights become dense.
 
-The folder is made once, in float32, which holds the numbers exactly, in the hub's cache. If all
+The folder is made once, in the hub's cache, in float32, which holds the numbers exactly. If all
 linear layers have one kind of block that is a format here (`quant.blocks`) and reproduces the codes
 bit for bit, `gguf.json` names it as the default format of rollouts.
 """
@@ -48,8 +48,7 @@ def require(name: str | Path) -> None:
 
 
 def folder_of(path: Path) -> Path:
-    """Return the folder with the config, dense weights and tokenizer of a GGUF file. ValueError
-    names the unreadable file, or what to install."""
+    """Return the folder of a GGUF file. ValueError names the unreadable file, or what to install."""
     require(path)
     file = path.resolve()
     status = file.stat()
@@ -62,7 +61,7 @@ def folder_of(path: Path) -> Path:
 
 
 def make(file: Path, folder: Path) -> None:
-    """Make the folder of a GGUF file atomically, unless another process has. ValueError names an
+    """Make the folder of a GGUF file atomically, unless another process has. ValueError for an
     unreadable file."""
     log.warning("%s: its weights become dense float32, in %s", file.name, folder)
     try:
@@ -79,8 +78,8 @@ def make(file: Path, folder: Path) -> None:
 
 
 def format_of(folder: Path) -> str | None:
-    """Return the format whose codes are exactly the folder's dense weights, or None. ValueError
-    names a damaged gguf.json."""
+    """Return the format whose codes are exactly the folder's dense weights, or None. ValueError for
+    a damaged gguf.json."""
     if not (folder / NOTE).is_file():
         return None
     note = read_json(folder / NOTE)
@@ -128,7 +127,6 @@ def _write(file: Path, target: Path) -> None:
 
 
 def _block_format(reader: Any) -> str | None:
-    """Return the format of the linear layers' blocks; None if they differ or it is unknown."""
     block_types = {
         tensor.tensor_type.name
         for tensor in reader.tensors

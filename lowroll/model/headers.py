@@ -64,8 +64,8 @@ def read_headers(folder: Path) -> tuple[ModelSpec, Layouts | None, dict[str, Pat
 
 
 def refuse_two_rotations(spec: ModelSpec, what: object) -> None:
-    """Raise ValueError if down projections would be rotated in blocks of different widths: a folder
-    has one width for a kind of matrix. what: to name."""
+    """Raise ValueError if down projections would be rotated in blocks of two widths, as a folder
+    has one. what: to name."""
     widths = {rotation.width(size) for size in widths_of_down(spec)}
     if len(widths) > 1:
         raise ValueError(
@@ -90,8 +90,8 @@ def read_folder_layout(folder: Path) -> Layouts | None:
 
 
 def low_bit_format(folder: Path, dtype: torch.dtype | None = None) -> str | None:
-    """Return the format of a folder's linear layers (for an adapter folder, of its base), or None
-    when dense. dtype: of dense layers in a mixed format, by default the folder's."""
+    """Return the format of a folder's linear layers (for an adapter folder, of its base); None:
+    dense. dtype: of dense layers in a mixed format, by default the folder's."""
     if (folder / "adapter_config.json").is_file():
         base = adapter_base.read(folder)
         if base is not None and base.weights is not None:
@@ -108,9 +108,8 @@ def low_bit_format(folder: Path, dtype: torch.dtype | None = None) -> str | None
 
 
 def exact_format(folder: Path, dtype: torch.dtype | None = None) -> str | None:
-    """Return the low-bit format that holds the linear layers exactly, of the folder or its GGUF
-    file, or None. dtype: in which dense weights will be read; only float32 keeps a GGUF file's
-    numbers exactly."""
+    """Return the low-bit format, of the folder or its GGUF file, that holds the linear layers
+    exactly, or None. dtype: of dense weights; only float32 keeps a GGUF file's numbers exactly."""
     folder_format = low_bit_format(folder, dtype)
     return (
         gguf.format_of(folder)
@@ -122,9 +121,9 @@ def exact_format(folder: Path, dtype: torch.dtype | None = None) -> str | None:
 def own_format(
     folder: Path, spec: ModelSpec, layout: Layouts | None, dtype: torch.dtype
 ) -> str | None:
-    """Return the format of a folder's linear layers, a registered mixed one if they differ; None
-    when they are or become dense. dtype: of dense layers in a mixed format. ValueError for parts of
-    one matrix that differ."""
+    """Return the format of a folder's linear layers, a registered mixed one if they differ; None:
+    dense. dtype: of dense layers in a mixed format. ValueError for parts of one matrix that differ.
+    """
     if not isinstance(layout, MixedLayout):
         return None if layout is None else layout.format
     assignment, sizes = {}, {}
@@ -145,8 +144,7 @@ def own_format(
 
 
 def stored_names(part: str, shape: tuple[int, ...], layout: Layouts | None) -> dict[str, Header]:
-    """Return the shape and the possible dtypes of each stored tensor of a parameter, given its HF
-    name."""
+    """Return the headers of the stored tensors of a parameter, given its HF name."""
     module = part.removesuffix(".weight")
     module_layout = None if layout is None or not is_linear(part) else layout.of(module)
     if module_layout is None:
@@ -240,8 +238,8 @@ def require_headers(
     unexpected: Sequence[str],
     shapes_of: str = "",
 ) -> None:
-    """Raise ValueError for missing or `unexpected` tensors, or shapes or dtypes that are not
-    wanted. shapes_of: what asks for the shapes, for the message."""
+    """Raise ValueError for missing or `unexpected` tensors, or other shapes or dtypes than wanted.
+    shapes_of: the reason of the shapes, for the message."""
     present = [name for name in wanted if name in found]
     shapes = [
         f"{name} {list(found[name][0])} instead of {list(wanted[name][0] or ())}"

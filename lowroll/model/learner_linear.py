@@ -68,8 +68,7 @@ class LearnerLinear(Linear):
         return self(remake(gated, self.gate, gate_up_TN))
 
     def after_update(self, gate_up_TN: Tensor, update: Update) -> Tensor | Product:
-        """Compute `after_swiglu` of a product without its update. With an adapter, the backward
-        pass recomputes silu(gate) * up with the gradient of gate_up."""
+        """Compute `after_swiglu` of a product without its update."""
         if self.adapter is None or not self.adapter.enabled:
             return super().after_update(gate_up_TN, update)
         return self.adapted(self.adapter, gate_up_TN, update=update)[0]
@@ -99,8 +98,6 @@ def _input_gradient(
 
 
 class _LearningProduct(torch.autograd.Function):
-    """The product of a trained weight, perhaps with codes of it or of its transpose."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -132,8 +129,8 @@ class _LearningProduct(torch.autograd.Function):
 
 
 class _GatedProduct(torch.autograd.Function):
-    """A trained weight's product of silu(gate) * up. One backward pass over gate_up makes its
-    gradient and recomputes silu(gate) * up."""
+    """A trained weight's product of silu(gate) * up, which one backward pass over gate_up
+    recomputes."""
 
     @staticmethod
     def forward(
@@ -169,8 +166,6 @@ class _GatedProduct(torch.autograd.Function):
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """The product of a frozen low-bit weight."""
-
     @staticmethod
     def forward(
         ctx: Any,

@@ -1,8 +1,6 @@
 """The linear layer: a weight that is a Parameter or a QTensor, with an optional low-rank adapter
-(`lowroll.model.adapter`).
-
-Fused matrices (qkv, gate-up) know the parts that checkpoints and adapters name. Subclasses
-multiply: `model.learner_linear`, `model.engine_linear`.
+(`lowroll.model.adapter`). Fused matrices (qkv, gate-up) know the parts that checkpoints and
+adapters name.
 
 Legend: `model`.
 """
@@ -25,8 +23,7 @@ from lowroll.quant.formats import QTensor, get_format
 
 
 class Linear(nn.Module):
-    """A linear layer. `parts` maps each stacked matrix to its rows, in order: {"q_proj": 512,
-    "k_proj": 128, ...}."""
+    """A linear layer. `parts`: the rows of each stacked matrix, in order: {"q_proj": 512, ...}."""
 
     def __init__(
         self,
@@ -66,7 +63,7 @@ class Linear(nn.Module):
         self.aligned = self.transposed = None
 
     def quantized(self, format: str) -> QTensor:
-        """Return the weight in a plain `format`: the learner's own codes, if it has them."""
+        """Return the weight in a plain `format`: the learner's own codes, if any."""
         if self.aligned is not None and self.aligned.format == format:
             return self.aligned
         if not isinstance(self.weight, QTensor):

@@ -5,14 +5,14 @@
     z = h W' / temperature,   logp = z[y] - lse(z),   entropy = lse(z) - sum_v softmax(z)_v z_v
     G = (onehot(y) - softmax(z)) / temperature,       d logp / d h = G W,       d logp / d W = G' h
 
-With a frozen W (LoRA) the forward pass computes d logp / d h. A trained W needs G: the forward pass
-keeps it for the first chunks, in the dtype of W, and the incoming gradient g scales the other
-factor, d W = G' (g h); for the others the backward pass recomputes the logits.
+With a frozen W (LoRA) the forward pass computes d logp / d h. For a trained W the forward pass
+keeps G of the first chunks, in the dtype of W, and the incoming gradient g scales the other factor,
+d W = G' (g h); for other chunks the backward pass recomputes the logits.
 
 On CUDA products of half-precision matrices give unrounded float32 logits. G is kept only there, at
 half of the logits' size.
 
-Legend: T tokens, C tokens of a chunk, D hidden size, V vocabulary.
+Legend: `model`; C tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def token_log_probs(
     """Return each target's log-prob and its distribution's entropy, both [T] float32.
 
     `hidden_TD[t]` predicts `targets_T[t]`; `weight_VD` is the lm_head. Only the log-probs carry
-    gradient. exact: a row's logits do not depend on its batch (`kernels.batch_invariant`).
-    ValueError for a temperature that is not above 0.
+    gradient. exact: a row's logits do not depend on its batch. ValueError for a temperature that is
+    not above 0.
     """
     if not temperature > 0:
         raise ValueError(f"temperature: log-probs need a temperature above 0, got {temperature}")
@@ -59,8 +59,7 @@ def token_log_probs(
 
 
 def logits(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
-    """Return logits [T, V], differentiable: on CUDA unrounded float32 sums of half-precision
-    products, else in the model's dtype."""
+    """Return logits [T, V], differentiable, float32 if `_wide`, else in the model's dtype."""
     if not _wide(hidden_TD):
         return F.linear(hidden_TD, weight_VD)
     return _Logits.apply(hidden_TD, weight_VD)
@@ -167,8 +166,8 @@ def _chunk_log_probs(
     grad_CV: Tensor | None,
     exact: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the targets' log-probs and the entropies [C] of a chunk, and write G to `grad_CV`.
-    exact: the log-probs have the bits of the sampler's kernel."""
+    """Return the targets' log-probs and the entropies [C], and write G to `grad_CV`. exact: the
+    log-probs have the bits of the sampler's kernel."""
     sampler_logp_C = None
     if exact and triton_supports(logits_CV):  # elsewhere there is only one log-softmax
         sampler_logp_C = token_logprobs.log_probs(logits_CV, targets_C, temperature)

@@ -30,8 +30,8 @@ def stored_hf_names(spec: ModelSpec) -> Iterator[Names]:
 
 
 def hf_names(spec: ModelSpec, prefix: str = "model.") -> Iterator[Names]:
-    """Yield (internal name, HF names of the stacked parts, shape of the whole) of every parameter,
-    in the order of published files."""
+    """Yield (internal name, HF names of the stacked parts, shape) of every parameter, in the order
+    of published files."""
     embedding_shape = (spec.vocab_size, spec.hidden_size)
     yield "embedding", [f"{prefix}embed_tokens.weight"], embedding_shape
     for i in range(spec.num_layers):
@@ -171,8 +171,8 @@ def stored_parts(spec: ModelSpec, name: str, mlp_size: int = 0) -> dict[str, int
 
 
 def features_read(spec: ModelSpec) -> dict[str, int]:
-    """Return the in features of each kind of matrix by HF name ("q_proj", ...); of a mixture's down
-    projections an expert's (`widths_of_down`)."""
+    """Return the in features of each kind of matrix by HF name; of a mixture's down projections an
+    expert's (`widths_of_down`)."""
     mlp_size = spec.mixture.expert_size if spec.mixture.num_experts else spec.intermediate_size
     hidden = spec.hidden_size
     if spec.latent is not None:

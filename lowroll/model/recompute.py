@@ -5,12 +5,10 @@
         remake(h, norm, x)              # autograd saves (norm, x) in place of h
 
 A saved-tensor hook replaces announced tensors with a recipe: the function and its inputs, possibly
-recipes themselves. A recipe's result is kept until its last reader, so a function runs once.
+recipes themselves. A result is kept until its last reader, so a function runs once.
 
 The functions must be deterministic and free of side effects; the gradient is then bitwise the same.
 A tensor is announced after it was made, so its producer's own saved copy stays.
-
-Use it only where gradients are recorded: announced tensors are held until the block ends.
 """
 
 from __future__ import annotations
@@ -87,7 +85,8 @@ class _Book:
 @contextmanager
 def remaking(products: bool = False) -> Iterator[None]:
     """Save tensors announced by `remake` as recipes inside the block. products: also matrix
-    products."""
+    products. Use it only where gradients are recorded: announced tensors are held until the block
+    ends."""
     outer_book = getattr(_active, "book", None)
     _active.book = book = _Book(products)
     try:
@@ -99,8 +98,8 @@ def remaking(products: bool = False) -> Iterator[None]:
 
 
 def remake(output: Any, function: Callable[..., Any], *inputs: Any, product: bool = False) -> Any:
-    """Announce that function(*inputs) recomputes `output`, and return it, unless no `remaking`
-    block is open. Inputs are detached in the backward pass. product: it is a matrix product."""
+    """Announce that function(*inputs) recomputes `output`, and return it. No-op outside of
+    `remaking`. Inputs are detached in the backward pass. product: a matrix product."""
     book = getattr(_active, "book", None)
     if book is not None and (book.products or not product):
         book.add(output, function, inputs)

@@ -2,10 +2,9 @@
 
 Pair i of a head turns by pos * theta^(-2i/d). Llama 3 slows the pairs whose wavelength exceeds the
 original context by `factor`, keeps the fast ones, and blends in between; YaRN (Peng et al. 2023,
-arXiv 2309.00071) blends by the turns of a pair within the original context, and scales cos and sin.
-Kernels rotate number i with number i + d/2, so other heads are reordered (`head_order`).
+arXiv 2309.00071) blends by the turns of a pair within the original context.
 
-Legend: R ropes, T tokens, H heads, d head size.
+Legend: `model`; R ropes.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ def _kept_llama3(freqs: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _kept_yarn(rope: Rope, scaling: RopeScaling) -> Tensor:
-    """Return the kept share of each pair's frequency: all from `high` turns within the original
-    context on, none up to `low`, linearly in between."""
+    """Return the kept share of each pair's frequency: all from `high` turns on, none up to `low`."""
 
     def pair_of(turns: float) -> float:
         context = scaling.original_max_position
@@ -70,8 +68,8 @@ def _kept_yarn(rope: Rope, scaling: RopeScaling) -> Tensor:
 
 
 def head_order(spec: ModelSpec) -> Tensor | None:
-    """Return the order in which kernels need a head's numbers, int64 [d], or None for their own.
-    ValueError where layers need different ones."""
+    """Return the order in which kernels need a head's numbers, int64 [d], or None for their own:
+    they rotate number i with number i + d/2. ValueError where layers need different ones."""
     orders = {_order(rope, spec.head_dim) for rope in spec.ropes}
     if len(orders) > 1:
         raise ValueError("rope_parameters: all layers must rotate the same numbers of a head")
@@ -80,8 +78,8 @@ def head_order(spec: ModelSpec) -> Tensor | None:
 
 
 def _order(rope: Rope, head_dim: int) -> tuple[int, ...]:
-    """Return the kernels' order: the firsts of all pairs, then the seconds. Unrotated numbers make
-    pairs of frequency 0."""
+    """Return the firsts of all pairs, then the seconds. Unrotated numbers make pairs of frequency
+    0."""
     if rope.interleaved:
         firsts, seconds = range(0, rope.dims, 2), range(1, rope.dims, 2)
     else:

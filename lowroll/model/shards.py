@@ -1,8 +1,5 @@
-"""Streaming of safetensors files to a device, and writing them.
-
-`stream` brings batches of tensors to the device, each in one buffer, where the parts of a fused
-matrix are contiguous. Threads read ahead, for a GPU into pinned memory. Headers must have been
-checked (`model.headers`).
+"""Streaming of safetensors files to a device, and writing them. Headers must have been checked
+(`model.headers`).
 """
 
 from __future__ import annotations
@@ -53,8 +50,7 @@ class TensorLocation:
 
 
 class _PendingBatch(NamedTuple):
-    """Tensors that threads are filling. pieces: the reads, with the events of their copies to a
-    GPU."""
+    """Tensors that threads are filling. pieces: the reads, with the events of their copies."""
 
     tensors: dict[str, Tensor]
     pieces: list[Future[None | torch.cuda.Event]]
@@ -67,8 +63,8 @@ def stream(
     device: torch.device | str,
 ) -> Iterator[dict[str, Tensor]]:
     """Yield each batch's tensors by name, on the device and in the files' dtype, usable on the
-    current stream. A batch's tensors of one dtype are contiguous. ValueError names a truncated
-    file."""
+    current stream. Tensors of one dtype are contiguous in a batch. Threads read ahead, for a GPU
+    into pinned memory. ValueError names a truncated file."""
     locations = _locate_tensors(files, {name for batch in batches for name in batch})
     reader = _Reader(torch.device(device))
     pending: deque[_PendingBatch] = deque()
@@ -89,7 +85,7 @@ def stream(
 
 
 def join(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Stack the parts in `dtype`: in their own storage, if they came in one batch and this dtype."""
+    """Stack the parts in `dtype`, without a copy if they came in one batch and this dtype."""
     shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
     if all(part.dtype == dtype for part in parts) and _are_contiguous(parts):
         row_major_strides = torch.empty(shape, device="meta").stride()
@@ -127,8 +123,8 @@ def _locate_tensors(files: dict[str, Path], wanted: set[str]) -> dict[str, Tenso
 
 
 class _Reader:
-    """A reader of file pieces into tensors on one device, from any thread. own: each thread's open
-    files, and for a GPU its stream and two pinned buffers."""
+    """A reader of file pieces, from any thread. own: each thread's open files, and for a GPU its
+    stream and two pinned buffers."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.own = device, threading.local()
@@ -199,8 +195,7 @@ class _Reader:
         return copied
 
     def fill(self, path: Path, start: int, host_B: Tensor) -> None:
-        """Read the file's bytes from `start` on into a host tensor. ValueError for a file that ends
-        too early."""
+        """Read bytes into a host tensor. ValueError for a file that ends too early."""
         if not hasattr(self.own, "files"):
             self.own.files = dict[Path, FileIO]()
         if path not in self.own.files:

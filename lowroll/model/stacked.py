@@ -8,7 +8,7 @@
 
 Blocks and scales have the bytes of `quant.mxfp4`, with other rows.
 
-Legend: E experts, N out features of an expert, K in features.
+Legend: `model`; E experts, N and F of an expert.
 """
 
 from __future__ import annotations
@@ -33,10 +33,8 @@ EXPERTS = ".mlp.experts."
 
 @dataclass(frozen=True)
 class StackedTensor:
-    """The stored tensor of one matrix or bias of all experts of a layer.
-
-    by_columns: a matrix is transposed. alternating: rows of gates and of ups alternate.
-    """
+    """The stored tensor of one matrix or bias of all experts of a layer. by_columns: a matrix is
+    transposed. alternating: rows of gates and of ups alternate."""
 
     name: str
     num_experts: int
@@ -46,8 +44,7 @@ class StackedTensor:
     alternating: bool
 
     def headers(self, in_mxfp4: bool) -> dict[str, Header]:
-        """Return the shapes and dtypes in a file. ValueError for columns that MXFP4's blocks do not
-        divide."""
+        """Return the headers in a file. ValueError for columns that MXFP4's blocks do not divide."""
         if self.columns is None:
             return {self.name: ((self.num_experts, self.rows), FLOATS)}
         if not in_mxfp4:
@@ -98,7 +95,6 @@ class StackedTensor:
         }
 
     def _in_order(self, x_EN: Tensor) -> Tensor:
-        """Return each expert's rows with gates, then ups."""
         if not self.alternating:
             return x_EN
         return x_EN.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
@@ -163,8 +159,7 @@ def pack(
 
 
 def _stacked(spec: ModelSpec, parts: list[str], shape: tuple[int, ...]) -> StackedTensor:
-    """Return the stacked tensor of a parameter. parts: HF names of all experts' matrices or biases.
-    shape: of the parameter."""
+    """Return the stacked tensor of a parameter. parts: HF names of all experts' matrices or biases."""
     prefix, _, first_part = parts[0].partition(EXPERTS)
     _, matrix, kind = first_part.split(".")
     has_gate_and_up = matrix == "gate_proj"

@@ -36,7 +36,7 @@ class Ended(ValueError):
 
 
 class Template:
-    """A chat template that renders one conversation at a time. variables: its special tokens."""
+    """A chat template. variables: its special tokens."""
 
     def __init__(self, source: str, variables: dict[str, str]) -> None:
         if len(source) > MOST_TEMPLATE:
@@ -117,8 +117,7 @@ class Template:
 
 
 def check_template_kwargs(given: Mapping[str, Any], special_tokens: Iterable[str] = ()) -> None:
-    """Raise ValueError for a variable set elsewhere (the conversation, special tokens), or an
-    invalid name."""
+    """Raise ValueError for a reserved variable or an invalid name."""
     for name in given:
         if name in RESERVED or name in special_tokens:
             raise ValueError(
@@ -159,7 +158,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _exchange(child: subprocess.Popen[bytes], request: bytes, seconds: float) -> dict[str, Any]:
-    """Send a request to the child and return its reply. ValueError on a timeout, Ended at its end."""
+    """Send a request and return the reply. ValueError on a timeout, Ended at the child's end."""
     deadline = time.monotonic() + seconds
     assert child.stdin is not None and child.stdout is not None
     to_child, from_child = child.stdin.fileno(), child.stdout.fileno()
@@ -190,7 +189,7 @@ def _exchange(child: subprocess.Popen[bytes], request: bytes, seconds: float) ->
 
 
 def _write(pipe: int, data: memoryview) -> memoryview:
-    """Write to the pipe and return the rest. The pipe's reader detects a dead child."""
+    """Write to the pipe and return the rest. The reader detects a dead child."""
     try:
         return data[os.write(pipe, data) :]
     except BrokenPipeError:

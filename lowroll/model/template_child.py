@@ -1,5 +1,4 @@
-"""The child process that renders a chat template: `python template_child.py`, started by
-`model.template`.
+"""The child process that renders a chat template, started by `model.template`.
 
 One JSON object a line. In: first {"template", "variables", "memory_mb", "seconds"}, then
 {"messages", "add_generation_prompt", "tools"}. Out: {"ready": true} or {"error": why}, then
@@ -8,8 +7,8 @@ One JSON object a line. In: first {"template", "variables", "memory_mb", "second
 The parent kills a slow child. After the parent's death the child reads the end of its input, or an
 alarm ends it `seconds` after the request.
 
-It imports jinja2 and nothing of lowroll, to start in a tenth of a second. The environment equals
-transformers' for chat templates, by a test.
+It imports nothing of lowroll, to start in a tenth of a second. A test compares the environment with
+transformers'.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ MOST_TEXT = 16 << 20  # characters of a conversation
 
 
 class Generation(Extension):
-    """The `{% generation %}` tag, which marks an assistant's text; it has no effect here."""
+    """The `{% generation %}` tag, which marks an assistant's text and has no effect here."""
 
     tags = {"generation"}
 

@@ -7,8 +7,7 @@
 d and m are float16, and weights are rounded, halves to even, by the stored values (ggml rounds by
 the d before it is stored, halves away from zero). A matrix from such a file is recovered bit for
 bit where each block uses the ends of its grid, as without an importance matrix (`keeps`). No folder
-holds these formats. An exact engine on a CPU decodes them within the product (`ordered.Compact`);
-others multiply a dense copy.
+holds these formats. An exact engine on a CPU decodes them within the product (`ordered.Compact`).
 
 Legend: `quant`.
 """
@@ -133,8 +132,7 @@ class Q8_0(BlockFormat):
 
 
 def takes_compact(x_MK: Tensor, shape: tuple[int, int]) -> bool:
-    """Return whether x is multiplied by `ordered.compact_product`. A learner needs the dense matrix
-    for its gradients."""
+    """Return whether x is multiplied by `ordered.compact_product`, which has no gradients."""
     if not torch.is_inference_mode_enabled() or x_MK.device.type != "cpu":
         return False
     return x_MK.shape[0] > 0 and shape[1] % GROUP == 0

@@ -8,8 +8,8 @@ in blocks.
 
 Sums are float32's. Per channel, CUDA multiplies the codes themselves (`kernels.matmul.w8a8`) and
 rounds sums for bfloat16 activations to bfloat16 before it scales them; results differ by at most
-5e-5 of the product of the norms, 4e-4 with many short rows (H200; docs/LOG.md). Elsewhere, and for
-blocks, codes are multiplied as float32. The activation floor is vLLM's; weight scales are those of
+5e-5 of the product of the norms, 4e-4 with many short rows (H200; docs/LOG.md). Elsewhere codes are
+multiplied as float32. The activation floor is vLLM's; weight scales are those of
 compressed-tensors' FP8_DYNAMIC and DeepSeek-V3's blocks (arXiv 2412.19437, section 3.3.2). Tiles
 cover the fused matrix, so the parts before a part must have a multiple of 128 rows.
 
@@ -117,8 +117,8 @@ class Float8(Gridded):
 def gradient(grad_MN: Tensor, transposed: QTensor) -> Tensor:
     """Return dX [M, K] = dY W, in the dtype of dY [M, N]. transposed: the codes of W' [K, N].
 
-    Scales of dY have no floor, since a batch's mean makes gradients of 1e-7. Sums are the fast
-    kind: the rounding to codes has a far larger error (docs/LOG.md).
+    Scales of dY have no floor, as a batch's mean makes gradients of 1e-7. Sums are the fast kind,
+    as the rounding to codes has a far larger error (docs/LOG.md).
     """
     rows = quantize_rows(grad_MN, "gradient")
     if grad_MN.device.type == "cpu":

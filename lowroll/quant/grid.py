@@ -2,8 +2,8 @@
 
     w^ = (level - zero) step        a step, and maybe a zero point, for the weights of a group
 
-Error-compensating rounding (`weights.gptq`) keeps the scales, moves the weights before they are
-rounded (`Grid.nearest`), and encodes the moved matrix (`Gridded.codes`).
+Error-compensating rounding (`weights.gptq`) keeps the scales and moves the weights before they are
+rounded.
 
 Legend: `quant`.
 """
@@ -52,8 +52,8 @@ class Grid:
 
 
 class Gridded(Format):
-    """A format with a grid. floating: its relative resolution does not depend on the range, so
-    another range does not reduce the error."""
+    """A format with a grid. floating: another range does not reduce the error, as the relative
+    resolution stays."""
 
     floating = False
 
@@ -63,13 +63,13 @@ class Gridded(Format):
         return self.codes(w_NK, scales) | scales
 
     def turned(self, w_NK: Tensor) -> Tensor:
-        """Return the matrix in the basis of its codes, which may be rotated (`quant.int8_rotated`)."""
+        """Return the matrix in the basis of its codes (`quant.int8_rotated`)."""
         return w_NK
 
     @abstractmethod
     def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
-        """Return the stored tensors except codes. stretch: the range of a group's codes as a
-        multiple of that of its weights."""
+        """Return the stored tensors except codes. stretch: the range of a group's codes over that
+        of its weights."""
 
     @abstractmethod
     def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -77,5 +77,4 @@ class Gridded(Format):
 
     @abstractmethod
     def grid(self, scales: dict[str, Tensor], shape: tuple[int, int]) -> Grid:
-        """Return the values that a matrix [N, K] can have. ValueError if a row ends within a group
-        that the next row shares."""
+        """Return the values that a matrix [N, K] can have. ValueError if rows share a group."""

@@ -8,9 +8,9 @@ Ties round to even. Weight scales follow compressed-tensors, activation scales v
 (QuRL section 3.1). Integer sums make a row bitwise independent of its batch.
 
 On a CPU with AVX-512 VNNI one call rounds and multiplies float32 rows (`kernels.matmul.w8a8_vnni`),
-beside AMX only a few of them. Other rows of such a CPU are multiplied in oneDNN, by unsigned
-activations (q_x + 128, zero point 128), as signed ones fall back to a reference loop (docs/LOG.md).
-Other CPUs multiply floats in parts whose sums are exact (`kernels.matmul.w8a8_float32`).
+beside AMX only a few of them. Others are multiplied in oneDNN, by unsigned activations (q_x + 128,
+zero point 128), as signed ones fall back to a reference loop (docs/LOG.md). CPUs without VNNI
+multiply floats in parts whose sums are exact (`kernels.matmul.w8a8_float32`).
 
 Legend: `quant`.
 """
@@ -75,7 +75,7 @@ class Int8(Gridded):
         return self.product(quantize_rows(x_MK, self.rows), q, bias_N).dense()
 
     def rotation_width(self, num_in: int) -> int:
-        """Return the width of the blocks in which rows are rotated; 1: none."""
+        """Return the width of the rotated blocks of rows; 1: none."""
         return 1
 
     def product(

@@ -13,8 +13,7 @@ rounded to 256 levels of dynamic precision (arXiv 1511.04561): +-0.1 ... 1 in 2^
 
     absmax^ = level[code] * nested_absmax[block // 256] + nested_offset
 
-Parts from a file with different means keep them, one for 256 blocks. Files hold the levels, and the
-rest (sizes, the offset) as JSON bytes.
+Parts from a file with different means keep them, one for 256 blocks.
 
 Legend: `quant`; L weights of the matrix, B blocks, P bytes.
 """
@@ -226,7 +225,7 @@ class NormalFloat4Double(NormalFloat4):
 
 def read_description(config: dict[str, Any], advice: str) -> str:
     """Return the format of bitsandbytes' `quantization_config`. ValueError names the unsupported
-    key, and gives advice."""
+    key."""
     is_4bit = config.get("load_in_4bit", config.get("_load_in_4bit"))
     if not is_4bit:
         raise ValueError(f"load_in_4bit: LLM.int8() folders are not supported{advice}")
@@ -253,8 +252,7 @@ def _bytes_to_json(state: Tensor) -> Any:
 
 
 def encode_normal(x: Tensor) -> Tensor:
-    """Return the codes (uint8) of the nearest levels. Counting midpoints is several times faster
-    than a search."""
+    """Return the codes (uint8) of the nearest levels, several times faster than by a search."""
     codes = torch.zeros_like(x, dtype=torch.uint8)
     for midpoint in midpoints(LEVELS).tolist():
         codes += (x > midpoint).view(torch.uint8)
@@ -272,7 +270,7 @@ def midpoints(levels: tuple[float, ...]) -> Tensor:
 
 @cache
 def dynamic_levels() -> tuple[float, ...]:
-    """Return the 256 levels of a quantized absmax, ascending. Level 127 is 0."""
+    """Return the 256 levels of a quantized absmax, ascending."""
     magnitudes: list[float] = []
     for i in range(7):
         edges = torch.linspace(0.1, 1, 2**i + 1)

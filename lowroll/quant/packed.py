@@ -1,7 +1,7 @@
 """AutoAWQ, AutoGPTQ and GPTQModel folders (`quant_method` awq and gptq), read only.
 
-Both mean w^ = (q - z) s, with a code q >= 0 a weight, and a scale s and a zero point z for each
-group of a row. Files hold the transpose of W [N, K], in int32 words of 32 / bits codes:
+Both mean w^ = (q - z) s, with a scale s and a zero point z for each group of a row. Files hold the
+transpose of W [N, K], in int32 words of 32 / bits codes:
 
     awq (version gemm)   qweight [K, N / 8], qzeros [K / S, N / 8], scales [K / S, N]: the eight codes
                          of a word are columns 0, 2, 4, 6, 1, 3, 5, 7, from the lowest bits up
@@ -10,8 +10,8 @@ group of a row. Files hold the transpose of W [N, K], in int32 words of 32 / bit
                          column k belongs to group g_idx[k]. checkpoint_format gptq stores z - 1
                          (modulo 2^bits), gptq_v2 stores z
 
-Four bits in groups of 128 in column order keep their codes: `int4_asym`, or `int4` where gptq says
-that z is in the middle (sym). All else becomes dense.
+Four bits in groups of 128 in column order keep their codes: `int4_asym`, or `int4` for gptq's sym.
+All else becomes dense.
 
 Legend: `quant`.
 """
@@ -36,7 +36,7 @@ ADVICE = "; load the dense model"
 @dataclass(frozen=True)
 class PackedWeights:
     """The layout of such a folder. offset: added to a stored zero point. ordered: groups follow the
-    order of the columns."""
+    columns."""
 
     method: str
     bits: int
@@ -79,7 +79,7 @@ class PackedWeights:
         return stored_headers | {"qweight": qweight, "g_idx": ((num_in,), ("I32",))}
 
     def decode(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> QTensor | Tensor:
-        """Return the matrix of a file's tensors (by suffix): in `format`, or dense float32 [N, K].
+        """Return the matrix of a file's tensors (by suffix): in `format`, or dense float32.
         ValueError names the wrong suffix."""
         scale_NG = stored["scales"].float().t().contiguous()
         if not bool(torch.isfinite(scale_NG).all()):
@@ -161,7 +161,7 @@ def _read_gptq(config: dict[str, Any], bits: int, group_size: int) -> PackedWeig
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
-    """Unpack int32 words from the lowest bits up: [R, W] to [R, W 32 / bits]."""
+    """Unpack int32 words: [R, W] to [R, W 32 / bits]."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     return ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
 

@@ -1,6 +1,4 @@
-"""The table of weight formats, importable without torch. All else is in the format's class
-(`formats.Format`).
-"""
+"""The table of weight formats, importable without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ EIGHT_BITS = "int8_rotated"  # the 8-bit format nearest to dense weights
 
 @dataclass(frozen=True)
 class FormatRow:
-    """The facts of a format that are known before torch is loaded."""
+    """A format's facts before torch is loaded."""
 
     home: str  # module:class
     dense: bool = False  # plain floating point

@@ -23,8 +23,8 @@ _GROUP_DEFAULTS = {"randomize": False, "requires_grad": False, "precision": "tor
 
 
 def describe(columns: Mapping[str, int]) -> dict[str, Any]:
-    """Return the `transform_config` of a rotated model. columns: in features by kind of matrix
-    ("q_proj", ...) or by module."""
+    """Return the `transform_config` of a rotated model. columns: in features by kind of matrix or
+    by module."""
     widths = {kind: width(size) for kind, size in columns.items()}
     groups = {}
     for size in sorted(set(widths.values()) - {1}):
@@ -34,8 +34,8 @@ def describe(columns: Mapping[str, int]) -> dict[str, Any]:
 
 
 def read(config: Any) -> dict[str, int]:
-    """Return the width of the blocks by kind of matrix or by module. ValueError for what `describe`
-    does not write."""
+    """Return the width of the blocks by kind of matrix or by module. ValueError for other
+    transforms."""
     groups = config.get("config_groups") if isinstance(config, dict) else None
     if not isinstance(groups, dict):
         raise ValueError(f"{KEY}.config_groups: expected groups of transforms, got {groups!r}")

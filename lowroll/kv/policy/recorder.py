@@ -1,11 +1,9 @@
 """A record of the keys that a cache policy dropped, for the replay of a sample (`model.replay`).
 
-The device keeps the positions of the keys that a slot's last compaction left. Only the positions of
-dropped keys go to the host: one tensor for all layers of a batch of compactions, read in `settle`
-while the device runs on.
+Only the positions of dropped keys go to the host: one tensor for all layers of a batch of
+compactions, read in `settle` while the device runs on.
 
-Legend: L layers, S slots, B rows, G key-value heads, N keys, K keys that stay, E keys that are
-dropped, T positions.
+Legend: `kv`; E keys that are dropped, T positions.
 """
 
 from __future__ import annotations
@@ -53,10 +51,8 @@ class _History:
 
 class CompactionRecorder:
     """A recorder of compactions, each of which leaves at most `most` keys. Call its methods in the
-    order of the device's work.
-
-    held_LSGK: the positions of the keys that a slot's last compaction left.
-    """
+    order of the device's work. held_LSGK: the positions of the keys that a slot's last compaction
+    left."""
 
     def __init__(
         self, layers: int, slots: int, heads: int, most: int, device: torch.device | str
@@ -94,8 +90,7 @@ class CompactionRecorder:
             apply_event()
 
     def evictions(self, slot: int | None) -> Evictions:
-        """Return the dropped keys of a slot's sample so far; None: of a sample that was never
-        compacted."""
+        """Return the dropped keys of a slot's sample; None: a sample that was never compacted."""
         self.settle()
         if slot not in self._histories:
             return Evictions(self.layers, self.heads)
@@ -103,9 +98,8 @@ class CompactionRecorder:
         return pack_evictions(history.numbers_LGT, history.after)
 
     def _trace(self, rows: Sequence[Compaction], kept_LBGK: Tensor) -> None:
-        """Find the positions of kept and of dropped keys. Key n of a row is one that its last
-        compaction left, with its position in held_LSGK, or was added since: these come last,
-        without gaps."""
+        """Find the positions of kept and of dropped keys. The first keys of a row are those in
+        held_LSGK; the others were added since, without gaps."""
         device = self.held_LSGK.device
         row_values = [(r.slot, r.cached, r.position, self._num_held.get(r.slot, 0)) for r in rows]
         slots_B, *columns = upload(torch.tensor(row_values).t().contiguous(), device)
@@ -120,7 +114,7 @@ class CompactionRecorder:
 
         gone_LBGN = (n_N < length_B11).expand_as(position_LBGN).scatter(3, kept_LBGK, False)
         max_gone = max(row.cached - row.kept for row in rows)
-        # dropped positions move to the front of a row; all others go to the last entry
+        # dropped positions move to the front; all others go to the last entry
         index_LBGN = (gone_LBGN.cumsum(3) - 1).masked_fill(~gone_LBGN, max_gone)
         gone_LBGE = position_LBGN.new_zeros(*position_LBGN.shape[:3], max_gone + 1)
         gone_LBGE.scatter_(3, index_LBGN, position_LBGN)

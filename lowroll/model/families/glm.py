@@ -61,7 +61,7 @@ def corrected_mixture(values: Values) -> MixtureSpec:
 
 
 def shared_mixture(values: Values) -> MixtureSpec:
-    """Return a mixture behind dense layers, with experts that take every token."""
+    """Return the mixture of GLM-4.5, without its scores."""
     mixture = experts(values)
     layers = integer(values, "num_hidden_layers")
     dense = count(values, "first_k_dense_replace")
