@@ -95,7 +95,7 @@ class KVCache:
             buffer[targets] = buffer[sources]
 
     def clear(self) -> None:
-        """Zero everything, after a forward pass that was not finite, unless released."""
+        """Zero everything, after a forward pass that was not finite."""
         if self.released:
             return
         for buffer in self._all():
@@ -105,7 +105,7 @@ class KVCache:
 
     def release(self) -> None:
         """Free the memory until `restore`. The tensors stay the same objects; without virtual
-        memory their addresses change, so CUDA graphs that hold them must be dropped."""
+        memory their addresses change, so CUDA graphs must be dropped."""
         if self.virtual_memory is not None:
             self.virtual_memory.release()
         else:
@@ -173,7 +173,7 @@ class KVCache:
 def _allocate(
     shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device
 ) -> tuple[list[Tensor], VirtualMemory | None]:
-    """Allocate buffers of zeros, aligned to 512 bytes, in virtual memory if the device has it."""
+    """Allocate buffers of zeros, aligned to 512 bytes."""
     if device.type != "cuda" or not virtual_memory_works(device):
         return [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes], None
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]

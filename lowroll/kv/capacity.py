@@ -11,9 +11,9 @@ last is a group's tail without a writer. A shorter prompt may leave more to each
 largest p mod s. If groups take turns, another g h keep freed pages for later prompts with the same
 prefix.
 
-Under a policy that bounds a cache (`kv.policy.base.footprint`) a sample that can be compacted needs
-w pages of its own; others have at most o, and less than w + 2. A compacted prompt needs more pages
-for the keys that are left, and no sample owns its tail.
+Under a bounded policy (`kv.policy.base.footprint`) a sample that can be compacted needs w pages;
+others have at most o, and less than w + 2. A compacted prompt needs more pages for the keys that
+are left, and no sample owns its tail.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ UNKNOWN_BYTES = 16 << 30  # the most bytes for unknown requests
 
 
 class NoRoom(ValueError):
-    """An error for too little free memory."""
+    """Too little free memory for a KV cache."""
 
 
 @dataclass(frozen=True)

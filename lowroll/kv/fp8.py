@@ -1,7 +1,5 @@
-"""An 8-bit KV cache: `kernels.attention.codes` in pages.
-
-Attention sees the stored codes in every phase, so recorded log-probs are those of the 8-bit cache,
-whether a prefix was just made or found in the prefix cache.
+"""An 8-bit KV cache: `kernels.attention.codes` in pages. Attention sees the stored codes in every
+phase, so recorded log-probs are those of the 8-bit cache.
 
 `adapt` chooses the key channels that get a second code: of the pairs that RoPE rotates, those with
 the largest bias of the key projection, or the largest gain of the keys' norm; among equals the

@@ -63,8 +63,7 @@ class PagePool:
         return self._refcount[page]
 
     def allocate(self, n: int) -> list[int]:
-        """Take n pages with count 1 and undefined content, blank ones first. OutOfPages, before any
-        is taken."""
+        """Take n pages with count 1 and undefined content. OutOfPages, before any is taken."""
         if n > self.num_free:
             raise OutOfPages(f"{n} pages wanted, {self.num_free} of {self.num_pages} free")
         pages = []

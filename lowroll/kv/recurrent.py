@@ -1,10 +1,7 @@
-"""The states of recurrent layers, one slot a sample, beside the paged cache.
+"""The states of recurrent layers, one slot a sample, beside the paged cache. A state is that of all
+tokens so far, so it cannot be shared by pages or taken back.
 
-Samples of a group copy the state that the prompt left, and rows without a token write to the dead
-slot. A state is that of all tokens so far, so it cannot be shared by pages or taken back.
-
-Legend: T tokens, B rows, S sequences, N slots, C channels, K taps, H heads, k key size, v value
-size.
+Legend: `model.recurrence`; N slots.
 """
 
 from __future__ import annotations

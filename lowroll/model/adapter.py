@@ -95,10 +95,8 @@ class Adapter(nn.Module):
 
     def matrices(self, parts: Mapping[str, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return A [L, K] and the scaled block-diagonal B [N, L] in a dtype, cached until a change.
-
         Storages are reused for CUDA graphs. Autograd's version counter reveals in-place torch
-        operations.
-        """
+        operations."""
         masters = [*self.a.values(), *self.b.values()]
         made_of = (
             dtype,
@@ -127,7 +125,6 @@ class Adapter(nn.Module):
         return cached
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Adapter:
-        """Reset the copies, as a move or a cast replaces the parameters' storages."""
         self.changed()
         return super()._apply(fn, recurse)
 
@@ -159,7 +156,7 @@ def product(
     codes: of a forward in the format's own arithmetic; None: the dequantized base multiplies.
     transposed: codes for the gradient (`quant.fp8.gradient`), which is straight-through. whole:
     include l B'; else a reader (`kernels.training.swiglu_lora`) adds it and returns the gradient of
-    the sum. update: x is a gate-up product [T, 2K] without this update, and its silu(gate) * up is
+    the sum. update: x is a gate-up product [T, 2K] without this update; its silu(gate) * up is
     multiplied.
     """
     names = [part.name for part in adapter.blocks(parts)]
@@ -230,7 +227,6 @@ def _input_gradient(
     codes: QTensor | None,
     transposed: QTensor | None,
 ) -> Tensor:
-    """Return dx [T, K] = dy W + dl A."""
     if transposed is not None:
         return fp8.gradient(grad_TN, transposed).addmm_(low_grad_TL, a_LK)
     x_grad_TK = low_grad_TL @ a_LK
@@ -245,8 +241,8 @@ _NUM_PLAIN_ARGUMENTS = 11  # arguments before the masters
 
 
 class _AdaptedProduct(torch.autograd.Function):
-    """`product`'s y and l. codes multiply in their own arithmetic if `in_codes`, and are
-    dequantized otherwise. masters: A of each adapted part, then B of each."""
+    """`product`'s y and l. codes are dequantized unless `in_codes`. masters: A of each adapted
+    part, then B of each."""
 
     @staticmethod
     def forward(

@@ -95,11 +95,9 @@ def read(folder: Path) -> Base | None:
 
 
 def base_of(folder: Path) -> str:
-    """Return the model folder of an adapter folder: a `base` inside it, else the one that its
-    adapter_config.json names, of a hub id the downloaded revision.
-
-    Never connects. ValueError when the model is not on this machine, or is an adapter itself.
-    """
+    """Return the model folder of an adapter folder: a `base` inside it, else the one of its
+    adapter_config.json, of a hub id the downloaded revision. Never connects. ValueError when the
+    model is not on this machine, or is an adapter itself."""
     if (folder / "base").is_dir():
         return str(folder / "base")
     path = folder / "adapter_config.json"

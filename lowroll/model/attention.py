@@ -116,7 +116,7 @@ def _stacked_order(
 
 
 def tokens_of(spans: Iterable[tuple[int, int]], device: torch.device | str) -> Tensor:
-    """Return the indices of the tokens of [start, stop) spans, concatenated: int64 [T]."""
+    """Return the indices of the tokens of [start, stop) spans: int64 [T]."""
     return upload(torch.tensor([t for start, stop in spans for t in range(start, stop)]), device)
 
 
@@ -165,12 +165,11 @@ def suffixes(
     windows: Sequence[int] = (),
 ) -> Attend:
     """Return causal attention of the last `lengths` tokens of each sequence over all its `totals`
-    tokens.
+    tokens: q [sum lengths, H, d], k and v [sum totals, G, d].
 
-    The inputs are q [sum lengths, H, d], and k and v [sum totals, G, d]. Torch's variable-length
-    flash attention computes all in one call where it can. Else each sequence has a call. With
-    `stacked`, those of one shape share a call, MOST_SCORES at a time; last bits may then depend on
-    the other sequences.
+    Torch's variable-length flash attention computes all in one call where it can. Else each
+    sequence has a call, or with `stacked` those of one shape, MOST_SCORES at a time; last bits may
+    then depend on the other sequences.
     """
     spans = list(zip(lengths, totals, strict=True))
     flash_bounds = []
@@ -210,8 +209,7 @@ def suffixes(
 
 @dataclass(frozen=True)
 class _Stack:
-    """Attention of `length` queries over `total` keys, for all sequences of this shape. queries_C
-    and keys_T index the packed tensors."""
+    """Attention of `length` queries over `total` keys, for all sequences of this shape."""
 
     length: int
     total: int
@@ -330,7 +328,7 @@ def _attend_stacks(
     inputs: AttentionInputs, shapes: list[tuple[int, int]], masks: list[Tensor | None]
 ) -> Tensor:
     """Compute attention of packed tokens, sorted by length. shapes: (count, length). masks: added
-    to the scores [L, L] of each length; None: causal without a window."""
+    to the scores [L, L]; None: causal without a window."""
     q_THd, k_TGd, v_TGd, sinks_H = inputs
     sizes = [count * length for count, length in shapes]
     outputs = []

@@ -8,8 +8,7 @@ et al. 2024, arXiv 2412.06464).
 Convolution and rule, which have states, are an argument: `recur(layer, inputs) -> o_THv`.
 Everything between the products is float32.
 
-Legend: T packed tokens, D hidden size, G key heads, H value heads, k key size, v value size, C
-channels of q, k and v, K taps of the convolution.
+Legend: `model.recurrence`; D hidden size, G key heads, H value heads.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from lowroll.model.layers import LEARNER, Layers
 from lowroll.model.recurrence import convolve, delta_rule
 from lowroll.model.stream import Stream, dense
 
-UNIT_EPS = 1e-6  # added to the squared length of q and k
+UNIT_EPS = 1e-6  # added to the squared length
 
 
 def split_heads(sizes: DeltaSpec, qkv_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut convolved q, k and v into heads. Return q and k [T, H, k], float32, normalized, each key
+    """Cut convolved q, k and v into heads. Return normalized q and k [T, H, k], float32, each key
     head repeated for its value heads, and v [T, H, v]."""
     keys = sizes.key_heads * sizes.key_dim
     q_TC, k_TC, v_TC = qkv_TC.split([keys, keys, sizes.values], dim=-1)
@@ -46,8 +45,8 @@ def split_heads(sizes: DeltaSpec, qkv_TC: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 class DeltaInputs(NamedTuple):
-    """The inputs of a recurrence: q, k and v before the convolution, the logarithms of decays and
-    beta, float32, and the convolution's weight."""
+    """The inputs of a recurrence: q, k and v before the convolution, decays (logarithms) and beta,
+    float32, and the convolution's weight."""
 
     qkv_TC: Tensor
     decay_TH: Tensor
@@ -85,10 +84,8 @@ def packed_recurrence(lengths: Sequence[int]) -> Recur:
 
 
 class GatedDeltaNet(nn.Module):
-    """The token mixer of a layer. Parameters are uninitialized.
-
-    The matrix of b and a is never quantized: it is small, and decides how long a state remembers.
-    """
+    """The token mixer of a layer, uninitialized. The matrix of b and a is never quantized: it is
+    small, and decides how long a state remembers."""
 
     def __init__(
         self,

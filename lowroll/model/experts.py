@@ -1,11 +1,9 @@
 """Mixture of experts: each token's weighted sum of S of E SwiGLU networks.
 
-    p = softmax(R x)        float32, over the E experts
-    chosen: the S largest p, of equal ones the lower expert;    g = p of the chosen, over their sum if the spec says so
     y = sum_s g_s W_down[e_s] (silu(W_gate[e_s] x) * W_up[e_s] x)
 
 (Shazeer et al. 2017, arXiv 1701.06538, with the softmax before the choice as in Qwen3-MoE; variants
-as in `MixtureSpec`.) Router logits are float32 sums (`kernels.moe.route`).
+as in `MixtureSpec`.) `kernels.moe.route` chooses the experts e_s and their weights g_s.
 
 All experts are stacked in one `Linear` with the parts "experts.7.gate_proj" and so on: formats and
 checkpoints see one matrix [E N, K]. It is multiplied with rows sorted by expert

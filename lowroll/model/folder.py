@@ -1,4 +1,4 @@
-"""Model folders: where they are, and which of their files may be copied."""
+"""Model folders, and which of their files may be copied."""
 
 from __future__ import annotations
 

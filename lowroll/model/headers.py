@@ -109,7 +109,7 @@ def low_bit_format(folder: Path, dtype: torch.dtype | None = None) -> str | None
 
 def exact_format(folder: Path, dtype: torch.dtype | None = None) -> str | None:
     """Return the low-bit format, of the folder or its GGUF file, that holds the linear layers
-    exactly, or None. dtype: of dense weights; only float32 keeps a GGUF file's numbers exactly."""
+    exactly. dtype: of dense weights; only float32 keeps a GGUF file's numbers."""
     folder_format = low_bit_format(folder, dtype)
     return (
         gguf.format_of(folder)
@@ -174,7 +174,6 @@ def _weight_files(folder: Path) -> dict[str, Path]:
 
 
 def _indexed_files(index: Path) -> dict[str, Path]:
-    """Return each tensor's file by a folder's index, which must agree with the shards."""
     folder = index.parent
     try:
         weight_map = read_json(index)["weight_map"]
@@ -239,7 +238,7 @@ def require_headers(
     shapes_of: str = "",
 ) -> None:
     """Raise ValueError for missing or `unexpected` tensors, or other shapes or dtypes than wanted.
-    shapes_of: the reason of the shapes, for the message."""
+    shapes_of: their reason, for the message."""
     present = [name for name in wanted if name in found]
     shapes = [
         f"{name} {list(found[name][0])} instead of {list(wanted[name][0] or ())}"

@@ -64,7 +64,7 @@ def load(
     bfloat16 on CUDA).
 
     A low-bit folder gives frozen QTensors. weights: the format for a dense folder's linear layers,
-    frozen too; each is quantized on arrival. A PEFT adapter folder gives its base
+    frozen too; each is quantized on arrival. An adapter folder gives its base
     (`lowroll.model.adapter_base`) with the adapter on top.
 
     ValueError names the file, tensors or key for: an unsupported config, missing, extra or
@@ -101,10 +101,7 @@ def _fill(
     device: torch.device | str,
 ) -> dict[str, Tensor]:
     """Read the model's parameters one by one. Return the largest absolute value of each dense part
-    by HF name: checked together, they make the host wait once.
-
-    weight_format: quantizes dense ones on arrival.
-    """
+    by HF name: checked together, they make the host wait once."""
     spec = model.spec
     shapes = {
         name: {part: (part_rows(spec, part, whole[0]), *whole[1:]) for part in parts}
@@ -152,8 +149,8 @@ def _refuse_infinite(
 
 
 def stored(folder: Path) -> tuple[ModelSpec, dict[str, Path], dict[str, Tensor]]:
-    """Read a dense folder's spec, and the files and the weights on the CPU by HF name. ValueError
-    as `read_headers`, and for a low-bit folder."""
+    """Read a dense folder's spec, and the files and CPU weights by HF name. ValueError as
+    `read_headers`, and for a low-bit folder."""
     spec, layout, files = read_headers(folder)
     if layout is not None:
         raise ValueError(
@@ -182,8 +179,7 @@ def stored(folder: Path) -> tuple[ModelSpec, dict[str, Path], dict[str, Tensor]]
 def _load_adapted(
     folder: Path, device: torch.device | str, dtype: torch.dtype | None, weights: str | None
 ) -> Transformer:
-    """Load an adapter's base as the run made it, and add the adapter. weights: for a base without a
-    format."""
+    """Load an adapter's base as the run made it, and add the adapter."""
     base, base_folder = bases.read(folder), bases.base_of(folder)
     if base is None:  # no run made it
         return lora.load(load(base_folder, device, dtype, weights), folder).eval()
@@ -217,7 +213,6 @@ def _decode(
     shapes: dict[str, tuple[int, ...]],
     stack: stacked.StackedTensor | None,
 ) -> QTensor | dict[str, Tensor]:
-    """Return a parameter's value: one QTensor, or dense parts by HF name, to be stacked."""
     if stack is not None:
         if layout is not None:
             return _decode_stack(stored, files, stack)

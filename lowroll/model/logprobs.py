@@ -50,8 +50,8 @@ def token_log_probs(
     """Return each target's log-prob and its distribution's entropy, both [T] float32.
 
     `hidden_TD[t]` predicts `targets_T[t]`; `weight_VD` is the lm_head. Only the log-probs carry
-    gradient. exact: a row's logits do not depend on its batch. ValueError for a temperature that is
-    not above 0.
+    gradient. exact: a row's logits do not depend on its batch. ValueError for a temperature of 0 or
+    less.
     """
     if not temperature > 0:
         raise ValueError(f"temperature: log-probs need a temperature above 0, got {temperature}")
@@ -166,8 +166,8 @@ def _chunk_log_probs(
     grad_CV: Tensor | None,
     exact: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the targets' log-probs and the entropies [C], and write G to `grad_CV`. exact: the
-    log-probs have the bits of the sampler's kernel."""
+    """Return the log-probs and entropies [C], and write G to `grad_CV`. exact: log-probs have the
+    bits of the sampler's kernel."""
     sampler_logp_C = None
     if exact and triton_supports(logits_CV):  # elsewhere there is only one log-softmax
         sampler_logp_C = token_logprobs.log_probs(logits_CV, targets_C, temperature)

@@ -110,8 +110,8 @@ def attach(
 
 
 def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> None:
-    """Raise ValueError unless a model of this spec can have the adapter: targets exist and are not
-    matrices of experts, and the rank is at least 1."""
+    """Raise ValueError unless targets exist in the model and are no matrices of experts, and the
+    rank is at least 1."""
     # the letters of a text would count as targets
     unknown = [targets] if isinstance(targets, str) else sorted(set(targets) - set(_NAMES))
     if unknown or not targets:
@@ -269,9 +269,7 @@ def save(
     input_scale: float = 1.0,
 ) -> Path:
     """Publish the adapter as a PEFT folder, atomically, with another folder's tokenizer files.
-
-    base: its model, a folder or hub id. ValueError without an adapter, FileExistsError when the
-    folder exists.
+    base: a folder or hub id. ValueError without an adapter, FileExistsError when the folder exists.
     """
     from lowroll.checkpoint.publish import publish_folder
 
@@ -343,8 +341,8 @@ def load(model: Transformer, folder: str | Path, input_scale: float = 1.0) -> Tr
     """Attach a PEFT folder's adapter to a model of its sizes, which changes only if everything
     fits.
 
-    input_scale: the s of the model (`state`). ValueError names the file, and the key or tensors
-    that are damaged, missing, misshapen or unsupported.
+    input_scale: as in `state`. ValueError names the file, and the key or tensors that are damaged,
+    missing, misshapen or unsupported.
     """
     folder = Path(folder)
     config_path, weights_path = folder / "adapter_config.json", folder / "adapter_model.safetensors"
@@ -410,6 +408,6 @@ def _read_config(path: Path) -> tuple[int, float, list[str]]:
 
 
 def _parts(targets: list[object]) -> set[str]:
-    """Return the named parts of a block. PEFT names them one by one for `all-linear` in a model of
-    few layers; only the tensors show that none is missing."""
+    """Return the named parts of a block. PEFT names them one by one for `all-linear` in a small
+    model; only the tensors show that none is missing."""
     return {str(target).rpartition(".")[2] for target in targets}

@@ -171,8 +171,8 @@ def stored_parts(spec: ModelSpec, name: str, mlp_size: int = 0) -> dict[str, int
 
 
 def features_read(spec: ModelSpec) -> dict[str, int]:
-    """Return the in features of each kind of matrix by HF name; of a mixture's down projections an
-    expert's (`widths_of_down`)."""
+    """Return the in features of each kind of matrix by HF name, in a mixture of an expert's down
+    projection (`widths_of_down`)."""
     mlp_size = spec.mixture.expert_size if spec.mixture.num_experts else spec.intermediate_size
     hidden = spec.hidden_size
     if spec.latent is not None:

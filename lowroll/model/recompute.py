@@ -26,8 +26,6 @@ _active = threading.local()
 
 
 class _Recipe:
-    """A function and its inputs, for `readers` of its result."""
-
     def __init__(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
         self.function = function
         self.inputs = inputs

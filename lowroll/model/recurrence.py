@@ -33,8 +33,8 @@ def convolve(
     """Return silu of each sequence's causal depthwise convolution [T, C], and the new state in its
     dtype.
 
-    The state [S, C, K - 1] is the last inputs, the newest last; None: zeros. The last tap
-    multiplies the token itself. ValueError for lengths that do not fit.
+    The state [S, C, K - 1] is the last inputs, the newest last; None: zeros. ValueError for lengths
+    that do not fit.
     """
     _check_lengths(lengths, len(x_TC))
     taps = weight_CK.shape[1]
@@ -167,7 +167,7 @@ def _prepare(
 
 def _scan(chunks: _Chunks, state_SHkv: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Carry the states through the chunks, which are ordered by number. Return outputs [N, H, L, v]
-    and the last states. counts: how many sequences have a first chunk, a second one, and so on."""
+    and the last states. counts: how many sequences have each number."""
     outputs, finished = [], []
     for parts in zip(*(x.split(list(counts)) for x in chunks), strict=True):
         step = _Chunks(*parts)

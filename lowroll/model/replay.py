@@ -118,7 +118,7 @@ def replayed(
     windows: Sequence[int] = (),
 ) -> Attend:
     """Return causal attention over packed sequences, each over the keys that its sampler's cache
-    held. Before the first compaction, and without a record, it is bitwise `varlen`."""
+    held. It is bitwise `varlen` before the first compaction and without a record."""
     starts = list(accumulate(lengths, initial=0))[:-1]
     stretches: list[_Stretch] = []
     numbers_by_sequence: list[Tensor] = []
@@ -158,8 +158,6 @@ def replayed(
 def _cut_stretches(
     sequence: int, start: int, begins: Sequence[int], length: int, numbers_T: Tensor
 ) -> list[_Stretch]:
-    """Return the stretches of a sequence. begins: their first positions. numbers_T: of any head, as
-    all drop equally many keys."""
     num_dropped = numbers_T.long().bincount(minlength=len(begins) + 1).tolist()
     stretches: list[_Stretch] = []
     num_keys_gone = 0
@@ -203,8 +201,6 @@ def _group_stretches(stretches: Sequence[_Stretch], num_heads: int) -> Iterator[
 
 
 class _Portion:
-    """Attention of some stretches, [C, H, d]."""
-
     def __init__(
         self, stretches: Sequence[_Stretch], numbers_LGST: Tensor, device: torch.device | str
     ) -> None:

@@ -19,8 +19,8 @@ from lowroll.model.spec import ModelSpec
 
 
 def inverse_frequencies(spec: ModelSpec) -> Tensor:
-    """Return radians a position of the d/2 pairs for each rope, and at last for layers without
-    positions: [R + 1, d/2] float32. Pairs that are not rotated have zeros."""
+    """Return radians a position of each rope's d/2 pairs, and at last for layers without positions:
+    [R + 1, d/2] float32. Pairs that are not rotated have zeros."""
     rows = [torch.zeros(spec.head_dim // 2) for _ in (*spec.ropes, None)]
     for row, rope in zip(rows, spec.ropes, strict=False):
         row[: rope.dims // 2] = _frequencies(rope)

@@ -50,8 +50,6 @@ class TensorLocation:
 
 
 class _PendingBatch(NamedTuple):
-    """Tensors that threads are filling. pieces: the reads, with the events of their copies."""
-
     tensors: dict[str, Tensor]
     pieces: list[Future[None | torch.cuda.Event]]
     nbytes: int
@@ -63,8 +61,8 @@ def stream(
     device: torch.device | str,
 ) -> Iterator[dict[str, Tensor]]:
     """Yield each batch's tensors by name, on the device and in the files' dtype, usable on the
-    current stream. Tensors of one dtype are contiguous in a batch. Threads read ahead, for a GPU
-    into pinned memory. ValueError names a truncated file."""
+    current stream. Tensors of one dtype are contiguous in a batch. Threads read ahead. ValueError
+    names a truncated file."""
     locations = _locate_tensors(files, {name for batch in batches for name in batch})
     reader = _Reader(torch.device(device))
     pending: deque[_PendingBatch] = deque()

@@ -1,8 +1,6 @@
-"""The decoder's part of a checkpoint's config.json.
-
-transformers' configuration class of the `model_type` fills in defaults; families
-(`lowroll.model.families`) describe the rest. An unsupported key that would change the computation
-is refused.
+"""The decoder's part of a checkpoint's config.json. transformers' configuration class of the
+`model_type` fills in defaults, and a family (`lowroll.model.families`) describes the rest. An
+unsupported key that would change the computation is refused.
 """
 
 from __future__ import annotations
@@ -69,7 +67,7 @@ _NUMBER_KEYS = (  # of older files
     "full_attention_interval",
 )
 _LAYER_LISTS = ("layer_types", "no_rope_layers")
-_NOT_SAVED = ("quantization_config", "auto_map")  # no folder has the code
+_NOT_SAVED = ("quantization_config", "auto_map")  # formats, and code that no folder has
 _OTHER_KEYS = (
     "rms_norm_eps",
     "hidden_act",
@@ -135,7 +133,7 @@ class ModelSpec:
 
     @property
     def layers_with_keys(self) -> tuple[bool, ...]:
-        """Per layer, true if it attends to keys; the others have a state."""
+        """Per layer, whether it attends to keys; the others have a state."""
         if not self.layers:
             return (True,) * self.num_layers
         return tuple(layer.mixer == "attention" for layer in self.layers)
@@ -155,7 +153,7 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters, with tied embeddings counted once and all experts."""
+        """Parameters, with all experts, and tied embeddings once."""
         norms = (self.num_layers * len(self.norms) + 1) * self.hidden_size
         num_delta = sum(layer.mixer == "delta" for layer in self.layers)
         delta = 0 if self.delta is None else self.delta.num_parameters(self.hidden_size)
@@ -292,7 +290,6 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
 
 
 def _text_part(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the decoder's configuration and the prefix of its tensors."""
     architectures = config.get("architectures")
     whole = (config.get("model_type"), *(architectures if isinstance(architectures, list) else ()))
     family = next((f for f in FAMILIES.values() if f.inside and f.inside == whole), None)
@@ -308,8 +305,6 @@ def _text_part(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def _family(config: dict[str, Any]) -> Family:
-    """Return the family. ValueError if unsupported, or for another `architectures`, such as a
-    classifier."""
     by_architecture = {family.architecture: family for family in FAMILIES.values()}
     architectures = config.get("architectures")
     if (

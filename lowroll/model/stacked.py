@@ -70,7 +70,7 @@ class StackedTensor:
         return (w_ENK.transpose(1, 2) if is_turned else w_ENK).contiguous()
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QTensor:
-        """Return the QTensor of blocks and scales. ValueError for a scale that is not a number."""
+        """Return the QTensor of blocks and scales. ValueError for a scale of NaN."""
         blocks, scales = (tensors[f"{self.name}_{kind}"] for kind in ("blocks", "scales"))
         if not get_format(MXFloat4.name).finite("weight_scale", scales):
             raise ValueError(f"{self.name}_scales: holds a non-finite value")
@@ -159,7 +159,6 @@ def pack(
 
 
 def _stacked(spec: ModelSpec, parts: list[str], shape: tuple[int, ...]) -> StackedTensor:
-    """Return the stacked tensor of a parameter. parts: HF names of all experts' matrices or biases."""
     prefix, _, first_part = parts[0].partition(EXPERTS)
     _, matrix, kind = first_part.split(".")
     has_gate_and_up = matrix == "gate_proj"

@@ -1,8 +1,5 @@
 """Chat templates, rendered in a child process with bounds of time and memory
-(`model.template_child`).
-
-A template is an untrusted program, and jinja's sandbox does not prevent endless loops or memory
-use.
+(`model.template_child`): jinja's sandbox does not prevent endless loops or memory use.
 """
 
 from __future__ import annotations
@@ -61,11 +58,8 @@ class Template:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Render a conversation. open_turn: with the header of the assistant's turn; tools: JSON
-        schemas; template_kwargs: further variables, as JSON (`enable_thinking`).
-
-        ValueError in one line for the template's errors, a timeout or memory limit, and for a
-        reserved variable.
-        """
+        schemas; template_kwargs: further variables, as JSON (`enable_thinking`). ValueError in one
+        line for the template's errors, a timeout or memory limit, and for a reserved variable."""
         extra_variables = dict(template_kwargs or {})
         check_template_kwargs(extra_variables, self.variables)
         messages = [
@@ -85,7 +79,7 @@ class Template:
             except Ended:
                 if not had_child:
                     raise
-            # it worked before
+            # another process may have ended it
             return self._text(request)
 
     def _text(self, asked: dict[str, Any]) -> str:
@@ -158,7 +152,6 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _exchange(child: subprocess.Popen[bytes], request: bytes, seconds: float) -> dict[str, Any]:
-    """Send a request and return the reply. ValueError on a timeout, Ended at the child's end."""
     deadline = time.monotonic() + seconds
     assert child.stdin is not None and child.stdout is not None
     to_child, from_child = child.stdin.fileno(), child.stdout.fileno()

@@ -5,10 +5,8 @@ One JSON object a line. In: first {"template", "variables", "memory_mb", "second
 {"text"} or {"error"} a request.
 
 The parent kills a slow child. After the parent's death the child reads the end of its input, or an
-alarm ends it `seconds` after the request.
-
-It imports nothing of lowroll, to start in a tenth of a second. A test compares the environment with
-transformers'.
+alarm ends it. It imports nothing of lowroll, to start in a tenth of a second. A test compares the
+environment with transformers'.
 """
 
 from __future__ import annotations

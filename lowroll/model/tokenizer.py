@@ -2,8 +2,7 @@
 seconds.
 
 Drawn tokens are never re-encoded: `ChatTokenizer.encode_turn` adds the text that the template puts
-after a mark in place of the assistant's text, which may not depend on earlier turns
-(`check_turns`).
+after a mark in place of the assistant's text.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ _SMALL_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_token
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """Load the folder's fast tokenizer; for an adapter folder without one, its base's. ValueError
-    for one that is missing, damaged, or brings code."""
+    """Load the folder's fast tokenizer, or that of an adapter's base. ValueError for one that is
+    missing, damaged, or brings code."""
     from transformers import AutoTokenizer
 
     folder = tokenizer_home(folder)
@@ -95,10 +94,8 @@ def _check_files(folder: Path) -> None:
 
 
 def eos_id(folder: str | Path) -> int | None:
-    """Return the eos id of the folder's tokenizer, or None. Errors as `load_tokenizer`.
-
-    Files are read first, as importing transformers can take longer than loading the weights.
-    """
+    """Return the eos id of the folder's tokenizer, or None. Errors as `load_tokenizer`. Files are
+    read first, as importing transformers can take longer than loading the weights."""
     folder = tokenizer_home(folder)
     try:
         config = read_json(folder / "tokenizer_config.json")
@@ -155,11 +152,9 @@ class ChatTokenizer:
         self, messages: list[Message], after: Turn, said: Message | None = None
     ) -> list[int]:
         """Return the ids that the template adds after a drawn turn for the following messages, up
-        to the header of the assistant's next turn. said: the turn as a message, if it has tool
-        calls, which some templates need before a tool's answer.
-
-        A drawn end-of-turn token replaces the template's own.
-        """
+        to the header of the assistant's next turn. A drawn end-of-turn token replaces the
+        template's own. said: the turn as a message, if it has tool calls, which some templates need
+        before a tool's answer."""
         text = self._behind_calls(messages, said) or self._behind([*_MARKED_TURN, *messages], True)
         eos = str(self.tokenizer.special_tokens_map.get("eos_token") or "")
         # so the text is tokenized as within a conversation
@@ -195,7 +190,6 @@ class ChatTokenizer:
 
     @cached_property
     def _end(self) -> str:
-        """The special token that the template puts after the assistant's text, or ""."""
         first_ids = self._encode(self._closing)[:1]
         if not first_ids or not self._is_special(first_ids[0]):
             return ""

@@ -142,11 +142,8 @@ class Block(nn.Module):
         wanted_P: Tensor | None = None,
     ) -> tuple[Tensor, Stream]:
         """Return the residual stream without the update of this block's MLP, and that update, which
-        the next norm adds in the same pass.
-
-        update_TD: the previous block's. wanted_P: the tokens that go on after attention; keys and
-        values of all are written.
-        """
+        the next norm adds in the same pass. update_TD: the previous block's. wanted_P: the tokens
+        that go on after attention; keys and values of all are written."""
         reader = self.mixer_reader
         mixer_rows = None if reader is None else reader.row_kind
         mlp_rows = None if self.experts is not None else self.gate_up.row_kind
@@ -305,8 +302,7 @@ RunBlock = Callable[
 ]
 
 
-# Access to weights outside of forward: yields some blocks at a time, whose parameters exist until
-# the next.
+# Yields some blocks at a time, whose parameters exist until the next.
 ReadBlocks = Callable[["Transformer"], Iterator[list[Block]]]
 
 
@@ -366,8 +362,7 @@ class Transformer(nn.Module):
         self, ids_T: Tensor, pos_T: Tensor, attend: Attend, wanted_P: Tensor | None = None
     ) -> Tensor:
         """Return the final hidden states [T, D], or [P, D] of the indices `wanted_P`. On CUDA the
-        last block drops the others after attention. Elsewhere they are dropped at the end, as fewer
-        rows would change last bits."""
+        last block drops the others after attention; elsewhere that would change last bits."""
         cos, sin = self.rotations(pos_T)
         x_TD = self.embed(ids_T)
         update_TD: Stream | None = None
@@ -426,7 +421,7 @@ class Transformer(nn.Module):
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """The matrix [V, D] from hidden states to logits; the embedding when tied."""
+        """The matrix [V, D] of logits; the embedding when tied."""
         return self.embedding if self.lm_head is None else self.lm_head
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
@@ -482,7 +477,7 @@ class Transformer(nn.Module):
 
     @property
     def weight_format(self) -> str | None:
-        """The format of the quantized weights (a mixed one's name if they differ), or None."""
+        """The format of the quantized weights, a mixed one's name if they differ, or None."""
         weights = {name: linear.weight for name, linear in self.linears()}
         formats = {name: w.format for name, w in weights.items() if isinstance(w, QTensor)}
         if len(formats) < len(weights):
@@ -499,8 +494,8 @@ def whole(block: Block, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) 
 
 
 def initialize(model: Transformer, seed: int, std: float = 0.02) -> Transformer:
-    """Fill a model with seeded random weights: matrices N(0, std), with those that write to the
-    residual stream scaled by 1 / sqrt(2 layers). Norms multiply by 1; biases and sinks are 0."""
+    """Fill a model with seeded random weights: matrices N(0, std), those that write to the residual
+    stream times 1 / sqrt(2 layers). Norms multiply by 1; biases and sinks are 0."""
     generator = torch.Generator().manual_seed(seed)
     output_std = std * (2 * model.spec.num_layers) ** -0.5
     starts_at_zero = ["bias", "sinks"]

@@ -1,5 +1,5 @@
-"""Budgets in place of a format: a bound on the KL to the dense model, or on the size.
-`weights.budget` does the search. Importable without torch.
+"""Budgets in place of a format: a bound on the KL to the dense model, or on the size
+(`weights.budget`). Importable without torch.
 
     max_kl=0.02                    the fewest bits whose measured KL to the dense model is at most that
     max_bits=5                     the least KL with so many bits a weight of the linear layers
@@ -19,7 +19,7 @@ DEFAULT_FORMATS = ("nvfp4", EIGHT_BITS, OWN)  # 4, 8 and 16 bits
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits on the linear weights of the rollouts. None is no limit."""
+    """Limits on the linear weights of the rollouts."""
 
     max_kl: float | None = None
     max_bits: float | None = None

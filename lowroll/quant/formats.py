@@ -3,9 +3,9 @@
 A format turns a matrix w_NK ([out, in]) into codes and scales and multiplies activations with it.
 Scales are computed in their stored dtype, by default float32, so codes depend on the weights alone.
 
-A fused matrix (qkv, gate-up) is one QTensor; checkpoints hold its parts. `cut` and `stack` convert
-without changing a code. A value kept once a matrix, such as NVFP4's global scale, is shared by
-parts quantized here; parts from elsewhere keep their own, one for each row (or block).
+A fused matrix (qkv, gate-up) is one QTensor; checkpoints hold its parts. A value kept once a
+matrix, such as NVFP4's global scale, is shared by parts quantized here; parts from elsewhere keep
+their own, one for each row (or block).
 
 Legend: `quant`.
 """
@@ -96,7 +96,7 @@ class QTensor:
         return get_format(self.format).linear(x_MK, self, bias_N, exact)
 
     def copy_(self, other: QTensor) -> QTensor:
-        """Copy codes and scales in place. ValueError when formats or shapes differ."""
+        """Copy codes and scales in place. ValueError for another format or shape."""
         if (self.format, self.shape) != (other.format, other.shape):
             raise ValueError(
                 f"cannot copy a {other.format} tensor of shape {list(other.shape)} into a "
@@ -115,9 +115,9 @@ class QTensor:
 
     @torch.no_grad()
     def quantize_(self, w_NK: Tensor, amax_1: Tensor | None = None) -> QTensor:
-        """Quantize `w_NK` into these storages. amax_1: its largest magnitude, known to be finite,
-        which saves a wait for the device. ValueError, before any write, for another shape or a
-        non-finite value."""
+        """Quantize `w_NK` in place. amax_1: its largest magnitude, known to be finite, which saves
+        a wait for the device. ValueError, before any write, for another shape or a non-finite
+        value."""
         if tuple(w_NK.shape) != self.shape:
             raise ValueError(
                 f"cannot quantize a matrix of shape {list(w_NK.shape)} into one of {list(self.shape)}"
@@ -173,11 +173,8 @@ def nonzero(scale: Tensor) -> Tensor:
 
 
 def multiplicand(q: QTensor, dtype: torch.dtype) -> Tensor:
-    """Return the dequantized matrix [N, K] for a product.
-
-    A CPU keeps it until the codes change, as unpacking takes longer than a decode step's product.
-    On CUDA it is kept only if `keep_dense` asked for it.
-    """
+    """Return the dequantized matrix [N, K] for a product. A CPU keeps it until the codes change, as
+    unpacking takes longer than a decode step's product; CUDA only if `keep_dense` asked for it."""
     if q.device.type != "cpu":
         dense_copy = q.packed.get(f"dense {dtype}")
         return q.dequantize(dtype) if dense_copy is None else dense_copy
@@ -210,8 +207,8 @@ class Format(ABC):
     scheme: Scheme | None = None  # in compressed-tensors; None: another tool's, or no file's
     # names in files, where they differ; None: not in files
     suffixes: Mapping[str, str | None] = {}
-    whole_groups: bool = False  # transformers wants whole groups
-    read_experts: bool = True  # by transformers
+    whole_groups: bool = False  # transformers wants whole groups of columns
+    read_experts: bool = True  # transformers reads its experts
     unread: str = ""  # why transformers cannot read it
 
     @property
@@ -259,7 +256,7 @@ class Format(ABC):
         raise NotImplementedError(f"{self.name} has no product of quantized rows")
 
     def quantize(self, w_NK: Tensor) -> QTensor:
-        """Quantize [N, K]. ValueError unless it is a finite, non-empty matrix."""
+        """Quantize [N, K]. ValueError unless it is finite and not empty."""
         if w_NK.ndim != 2 or w_NK.numel() == 0:
             raise ValueError(
                 f"{self.name}: expected a non-empty matrix [out, in], got shape {list(w_NK.shape)}"
@@ -276,7 +273,7 @@ class Format(ABC):
         )
 
     def pitch(self, name: str, num_in: int) -> Fraction:
-        """Return the entries of a stored tensor's first dimension for a row of `num_in` columns."""
+        """Return a stored tensor's entries along its first dimension for a row of `num_in` columns."""
         return Fraction(1)
 
     def finite(self, name: str, tensor: Tensor) -> bool:
@@ -284,7 +281,7 @@ class Format(ABC):
         return not tensor.is_floating_point() or all_finite(tensor.float())
 
     def describe(self, dtype: torch.dtype, dense: Sequence[str] = ()) -> dict[str, Any] | None:
-        """Return `quantization_config` of another tool, or None. dense: name endings of dense
+        """Return another tool's `quantization_config`, or None. dense: name endings of dense
         modules."""
         return None
 
@@ -389,15 +386,15 @@ def get_format(name: str) -> Format:
 
 
 def register_format(format: Format) -> None:
-    """Register a format that is not in the table. ValueError if another has the name."""
+    """Register a format beyond the table. ValueError if another has the name."""
     if _INSTANCES.setdefault(format.name, format) != format:
         raise ValueError(f"{format.name}: two mixed formats have this name")
 
 
 @lru_cache(maxsize=1024)
 def meta_tensors(format: Format, rows: int, columns: int) -> dict[str, Tensor]:
-    """Return a matrix's tensors on the meta device. Without the cache it takes as long as
-    quantizing a small matrix."""
+    """Return a matrix's tensors on the meta device. Without the cache this takes as long as
+    quantizing."""
     return format.encode(torch.empty((rows, columns), device="meta"))
 
 

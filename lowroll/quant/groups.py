@@ -1,7 +1,6 @@
 """The base of the group-wise 4-bit formats: groups of a row, two codes a byte, and e2m1's levels.
 
-The first of a byte's two codes is in the low half (compressed-tensors) or the high half
-(bitsandbytes).
+The first code of a byte is in the low half (compressed-tensors) or the high half (bitsandbytes).
 
 e2m1 (OCP Microscaling Formats 1.0, section 5.3.3) is a sign bit over the magnitudes 0 0.5 1 1.5 2 3
 4 6. Ties go to the even code: .25 -> 0, .75 -> 1, 1.25 -> 1, 1.75 -> 2, 2.5 -> 2, 3.5 -> 4, 5 -> 4.

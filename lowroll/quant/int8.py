@@ -7,10 +7,9 @@
 Ties round to even. Weight scales follow compressed-tensors, activation scales vLLM's dynamic kernel
 (QuRL section 3.1). Integer sums make a row bitwise independent of its batch.
 
-On a CPU with AVX-512 VNNI one call rounds and multiplies float32 rows (`kernels.matmul.w8a8_vnni`),
-beside AMX only a few of them. Others are multiplied in oneDNN, by unsigned activations (q_x + 128,
-zero point 128), as signed ones fall back to a reference loop (docs/LOG.md). CPUs without VNNI
-multiply floats in parts whose sums are exact (`kernels.matmul.w8a8_float32`).
+A CPU with AVX-512 VNNI multiplies by `kernels.matmul.w8a8_vnni` (beside AMX only few rows) or by
+oneDNN, with unsigned activations, as signed ones fall back to a reference loop (docs/LOG.md).
+Others use `kernels.matmul.w8a8_float32`.
 
 Legend: `quant`.
 """

@@ -247,7 +247,7 @@ def _describe_group(format: str, targets: list[str]) -> dict[str, Any]:
 
 def unread_by_transformers(format: str, columns: set[int], experts: bool) -> str | None:
     """Return why transformers (5.23, with compressed-tensors 0.20 and bitsandbytes 0.50) cannot
-    load such a folder, or None. columns: of the quantized matrices."""
+    load such a folder, or None."""
     form = get_format(format)
     if isinstance(form, Mixed):
         return _mixture_unread_by_transformers(form, columns, experts)
@@ -328,7 +328,6 @@ def _read_rotations(config: dict[str, Any]) -> dict[str, int]:
 def _layouts_by_target(
     groups: dict[str, Any], layouts: dict[str, StoredLayout]
 ) -> dict[str, StoredLayout]:
-    """Return layouts by a module's name or "Linear"."""
     by_target: dict[str, StoredLayout] = {}
     for key, layout in layouts.items():
         where = f"config_groups.{key}.targets"
@@ -346,8 +345,7 @@ def _layouts_by_target(
 
 
 def _rotated_in(group: Any, rotated: dict[str, int]) -> dict[str, int]:
-    """Return a group's rotations, which are declared by module name, which has dots, or by kind of
-    matrix."""
+    """Return a group's rotations, declared by module name, which has dots, or by kind of matrix."""
     if not any("." in name for name in rotated):
         return rotated
     targets = group.get("targets") if isinstance(group, dict) else None

@@ -4,7 +4,7 @@
     get_format(name).of("blocks.0.qkv").name     "int8"
 
 The name is `mixed-` and eight hex digits of the assignment's digest. A process knows only the
-assignments that it registered: from a model, a folder, or a run's file (`weights.budget`).
+assignments that it registered.
 """
 
 from __future__ import annotations

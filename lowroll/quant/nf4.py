@@ -252,7 +252,7 @@ def _bytes_to_json(state: Tensor) -> Any:
 
 
 def encode_normal(x: Tensor) -> Tensor:
-    """Return the codes (uint8) of the nearest levels, several times faster than by a search."""
+    """Return the codes (uint8) of the nearest levels, faster than by a search."""
     codes = torch.zeros_like(x, dtype=torch.uint8)
     for midpoint in midpoints(LEVELS).tolist():
         codes += (x > midpoint).view(torch.uint8)

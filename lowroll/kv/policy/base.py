@@ -1,18 +1,9 @@
-"""The interface of cache policies.
-
-`CachePolicy` is arithmetic without torch, for the scheduler's admission. `Selector` is the device
-side, for the runner: it selects the keys.
+"""The interface of cache policies. A policy is one file with both sides: a `CachePolicy`, which is
+arithmetic without torch for the scheduler's admission, and a `Selector` for the runner, which
+selects the keys on the device.
 
 All layers and KV heads share one page table: each head keeps equally many keys, but not the same
 ones. Keys and new tokens are rotated by their true positions.
-
-A new policy is one file that defines both sides:
-
-    class Recent(CachePolicy):                     keep the last `budget` keys
-        name = "recent"
-        def room(self, cached): return max(0, self.budget + self.buffer - cached)
-        def kept(self, cached): return min(cached, self.budget)
-        def selector(self, spec, cache, max_batch): return LastKeys()
 
 Legend: `kv`.
 """
@@ -68,9 +59,7 @@ class CachePolicy(ABC):
 
     def peak(self, cached: int, more: int) -> int:
         """Return the most keys that a cache of `cached` holds while `more` are added one by one.
-
-        A policy whose later compactions leave more keys than the first must override this.
-        """
+        Override it if later compactions leave more keys than the first."""
         room = self.room(cached)
         if more <= room:
             return cached + more

@@ -51,8 +51,7 @@ class _History:
 
 class CompactionRecorder:
     """A recorder of compactions, each of which leaves at most `most` keys. Call its methods in the
-    order of the device's work. held_LSGK: the positions of the keys that a slot's last compaction
-    left."""
+    device's order. held_LSGK: the positions of the keys that a slot's last compaction left."""
 
     def __init__(
         self, layers: int, slots: int, heads: int, most: int, device: torch.device | str

@@ -54,7 +54,7 @@ class SnapKV(Bounded):
 
     def scores(self, q_BAHd: Tensor, k_BGNd: Tensor, lengths_B: Tensor) -> Tensor:
         """Return scores [B, G, N], float32, of which keys 0..length - window - 1 are read. q_BAHd:
-        the last queries, in any order."""
+        in any order."""
         return importance(q_BAHd, k_BGNd, lengths_B, self.kernel)
 
     def paged_scores(self, ring_LSAHd: Tensor, cache: KVCache, rows: DecodeRows) -> Tensor:

@@ -145,7 +145,7 @@ class LatentSpec:
 
 
 class ClampedGate(NamedTuple):
-    """The constants of a SwiGLU whose inputs are clamped (`kernels.fused.swiglu.clamped_swiglu`)."""
+    """The constants of `kernels.fused.swiglu.clamped_swiglu`."""
 
     limit: float
     alpha: float
@@ -165,11 +165,11 @@ class SigmoidScores:
 class MixtureSpec:
     """The experts that replace the dense MLP. Without experts `num_experts` is 0.
 
-    dense_layers: the first layers, which keep a dense MLP. expert_size: intermediate size of an
-    expert. shared_size: that of an expert that takes every token, 0 without. renormalize: a token's
-    weights sum to 1. scores: None: a softmax over all experts. has_biases: of the router and all
-    experts. clamped_gate: None for plain SwiGLU. stacked: saved folders hold a layer's experts as
-    one tensor (`model.stacked`).
+    dense_layers: the first layers, which keep a dense MLP. expert_size: intermediate size.
+    shared_size: that of an expert that takes every token, 0 without. renormalize: a token's weights
+    sum to 1. scores: None: a softmax over all experts. has_biases: of the router and all experts.
+    clamped_gate: None for plain SwiGLU. stacked: saved folders hold a layer's experts as one tensor
+    (`model.stacked`).
     """
 
     num_experts: int = 0
@@ -310,7 +310,7 @@ def ropes_by_type(values: Values) -> tuple[Rope, Rope]:
 
 
 def windowed(values: Values, sliding: list[bool]) -> tuple[LayerSpec, ...]:
-    """Return layers of which some have `sliding_window`, unless it is as long as the context."""
+    """Return layers, some with `sliding_window`, unless it is as long as the context."""
     if not any(sliding):
         return ()
     window = integer(values, "sliding_window")
@@ -320,7 +320,7 @@ def windowed(values: Values, sliding: list[bool]) -> tuple[LayerSpec, ...]:
 
 
 def sliding_ropes(values: Values) -> dict[str, Any]:
-    """Return the positions of full and of sliding layers, in this order, and the layers."""
+    """Return the layers and the positions: of full layers, then of sliding ones."""
     sliding = sliding_layers(values)
     windows = windowed(values, sliding) or (LayerSpec(),) * len(sliding)
     return {
