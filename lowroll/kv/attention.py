@@ -52,8 +52,7 @@ class _LaterChunks:
 
 class PagedAttention:
     """`attend` for the prompts of one step. fresh: chunks from position 0, which come first and
-    attend over their own keys as the cache stores them. later: chunks behind stored keys, which are
-    gathered."""
+    attend over their own keys as stored. later: chunks behind stored keys, which are gathered."""
 
     def __init__(
         self,

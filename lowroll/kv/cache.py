@@ -1,5 +1,5 @@
-"""The paged KV cache: a buffer of keys and one of values a layer, [pages, page, G, d]. `KVCache`
-alone knows how keys and values are stored; `kv.fp8` has the same methods.
+"""The paged KV cache: a buffer of keys and one of values a layer, [pages, page, G, d]. `kv.fp8` has
+the same methods.
 
 Legend: `kv`.
 """
@@ -166,7 +166,7 @@ class KVCache:
 
     def keep(self, table_BP: Tensor, kept_LBGK: Tensor, slots_BK: Tensor) -> None:
         """Move the kept keys and values to new slots (`kernels.kv_eviction.move`). kept_LBGK:
-        int64, ascending indices into a row's keys."""
+        int64, ascending."""
         move(self.buffers, table_BP, kept_LBGK, slots_BK)
 
 

@@ -6,10 +6,9 @@ group whose prompt has p tokens, with responses of up to m, on pages of s,
     shared by all samples    h = floor(p / s)
     of each one's own        o = ceil((p mod s + m - 1) / s)      the last token is never stored
 
-so R <= `max_batch` samples of g prompts never wait for a page when the cache has g h + R o + 1; the
-last is a group's tail without a writer. A shorter prompt may leave more to each sample, hence the
-largest p mod s. If groups take turns, another g h keep freed pages for later prompts with the same
-prefix.
+so R samples of g prompts never wait for a page when the cache has g h + R o + 1; the last is a tail
+without a writer. A shorter prompt may leave more to each sample, hence the largest p mod s. If
+groups take turns, another g h keep freed pages for later prompts with the same prefix.
 
 Under a bounded policy (`kv.policy.base.footprint`) a sample that can be compacted needs w pages;
 others have at most o, and less than w + 2. A compacted prompt needs more pages for the keys that
@@ -31,13 +30,13 @@ UNKNOWN_BYTES = 16 << 30  # the most bytes for unknown requests
 
 
 class NoRoom(ValueError):
-    """Too little free memory for a KV cache."""
+    """An error for too little free memory."""
 
 
 @dataclass(frozen=True)
 class Workload:
     """Requests that run together: `groups` prompts of up to `prompt` tokens, `n` samples of each of
-    up to `response` tokens. longest: tokens of a rare request that must fit alone."""
+    up to `response` tokens. longest: tokens of a rare request that must fit."""
 
     groups: int
     n: int
@@ -83,8 +82,8 @@ def capacity(
     """Return the tokens of a cache that holds these workloads one after the other.
 
     free: bytes of free memory. most: a limit in bytes instead of a share of it. Without workloads,
-    `max_batch` samples are assumed, of `context` tokens with `most`, else of moderate length beside
-    one of `context` tokens.
+    `max_batch` samples are assumed, of `context` tokens with `most`, else shorter beside one of
+    `context` tokens.
     """
     max_bytes = free // SHARE if most is None else most
     max_tokens = max_bytes // bytes_per_token

@@ -5,7 +5,7 @@ prompt and its response:
 
 as `peak` (the most that a sample ever holds), `final` (after its last token), and `mean` (summed
 over the response's tokens). A full cache counts as compacted; the last token counts, though its key
-is never stored. A whole prompt is only on shared pages, and does not count in a sample's peak.
+is never stored. A whole prompt is only on shared pages, and does not count in a peak.
 
 Source: Sparse-RL's "Toks. saving", but for `dense`.
 """

@@ -28,8 +28,8 @@ def refuse(
     policy_key: str = "kv",
     dtype_key: str = "kv_dtype",
 ) -> None:
-    """Raise ValueError when the model has windows, recurrent layers or sinks and the cache is not
-    the dense one, unrounded. policy_key, dtype_key: settings to name.
+    """Raise ValueError when such a model has a cache that is not the dense one, unrounded.
+    policy_key, dtype_key: settings to name.
 
     Compacted keys lie at other positions, recurrent layers have no keys, policies score without
     sinks, and the kernels of 8-bit keys read all keys of a row.

@@ -3,9 +3,7 @@
     y_p = W_p x + b_p + (alpha / r) B_p A_p x          for each adapted part p of a fused matrix
 
 All parts share one product with A = [A_p; ...] and one with the block-diagonal B = diag((alpha / r)
-B_p), which accumulates onto the base product.
-
-Backward, with l = A x and W the layer's matrix (dequantized where it is codes):
+B_p), which accumulates onto the base product. Backward, with l = A x:
 
     dl = dy B      dx = dy W + dl A      dA = dl' x      dB_p = (alpha / r) dy_p' l_p
 
@@ -44,7 +42,7 @@ class Adapter(nn.Module):
     Products use copies in the dtype of x.
 
     After a write to A or B, call `changed`, or `renew` if a CUDA graph reads the copies. An
-    engine's adapter may `hold` one of a lower rank or fewer parts, with zeros elsewhere.
+    engine's adapter may `hold` one of a lower rank or fewer parts.
     """
 
     def __init__(self, rank: int, alpha: float) -> None:
@@ -54,7 +52,7 @@ class Adapter(nn.Module):
         self.held_rank = rank
         self.held: frozenset[str] | None = None  # parts; None: all
         self.enabled = True
-        self.version = 0  # known changes of the parameters
+        self.version = 0
         self.a = nn.ParameterDict()
         self.b = nn.ParameterDict()
         self._made_of: tuple[object, ...] = ()
@@ -82,7 +80,7 @@ class Adapter(nn.Module):
                 yield part, a_RK[: self.held_rank], self.b[part][:, : self.held_rank]
 
     def blocks(self, parts: Mapping[str, int]) -> list[AdaptedPart]:
-        """Return the adapted parts in order. parts: the rows of each part of the layer."""
+        """Return the adapted parts in order. parts: the rows of each part."""
         blocks: list[AdaptedPart] = []
         row = 0
         for name, num_rows in parts.items():
@@ -237,7 +235,7 @@ def _input_gradient(
     return x_grad_TK.addmm_(grad_TN, weight_NK)
 
 
-_NUM_PLAIN_ARGUMENTS = 11  # arguments before the masters
+_NUM_PLAIN_ARGUMENTS = 11
 
 
 class _AdaptedProduct(torch.autograd.Function):

@@ -3,7 +3,7 @@
 A model calls `attend(layer, AttentionInputs) -> o_THd`. The learner passes `varlen`, the engine
 paged attention (`lowroll.kv.attention`).
 
-An attention sink is a logit of a query head that takes part in the softmax and has no value:
+An attention sink is a logit of a query head that takes part in the softmax without a value:
 
     o = sum_j exp(s_j) v_j / (exp(sink) + sum_j exp(s_j))
 
@@ -62,8 +62,8 @@ FASTEST_FIRST = [
 def varlen(
     lengths: Sequence[int], device: torch.device | str = "cpu", windows: Sequence[int] = ()
 ) -> Attend:
-    """Return causal attention over packed sequences of these lengths, without padding. windows: as
-    in `LayerSpec`, of each layer.
+    """Return causal attention over packed sequences of these lengths, without padding. windows: of
+    each layer (`LayerSpec`).
 
     Sequences of equal length share one call: cuDNN's in half precision on CUDA, twice as fast as
     flash attention. There, short sequences, and more than MOST_STACKS lengths, use torch's
@@ -168,8 +168,8 @@ def suffixes(
     tokens: q [sum lengths, H, d], k and v [sum totals, G, d].
 
     Torch's variable-length flash attention computes all in one call where it can. Else each
-    sequence has a call, or with `stacked` those of one shape, MOST_SCORES at a time; last bits may
-    then depend on the other sequences.
+    sequence has a call, or with `stacked` those of one shape, after which last bits depend on the
+    other sequences.
     """
     spans = list(zip(lengths, totals, strict=True))
     flash_bounds = []

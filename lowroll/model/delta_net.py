@@ -5,7 +5,7 @@ et al. 2024, arXiv 2412.06464).
     decay = -exp(A_log) softplus(W_a x + dt_bias)                      beta = sigmoid(W_b x)
     y = W_o (rms_norm(delta_rule(q, k, v, decay, beta)) * weight * silu(W_z x))
 
-Convolution and rule, which have states, are an argument: `recur(layer, inputs) -> o_THv`.
+Convolution and rule have states, so they are an argument, `recur(layer, inputs) -> o_THv`.
 Everything between the products is float32.
 
 Legend: `model.recurrence`; D hidden size, G key heads, H value heads.
@@ -31,8 +31,8 @@ UNIT_EPS = 1e-6  # added to the squared length
 
 
 def split_heads(sizes: DeltaSpec, qkv_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut convolved q, k and v into heads. Return normalized q and k [T, H, k], float32, each key
-    head repeated for its value heads, and v [T, H, v]."""
+    """Cut convolved q, k and v into heads. Return normalized q and k [T, H, k], float32, with key
+    heads repeated for their value heads, and v [T, H, v]."""
     keys = sizes.key_heads * sizes.key_dim
     q_TC, k_TC, v_TC = qkv_TC.split([keys, keys, sizes.values], dim=-1)
     key_shape = (sizes.key_heads, sizes.key_dim)
@@ -107,10 +107,10 @@ class GatedDeltaNet(nn.Module):
             return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
 
         self.ba_weight = vector(2 * sizes.value_heads, hidden_size)
-        self.conv_weight = vector(sizes.channels, 1, sizes.taps)  # conv1d.weight
-        self.decay_log = vector(sizes.value_heads)  # A_log
+        self.conv_weight = vector(sizes.channels, 1, sizes.taps)
+        self.decay_log = vector(sizes.value_heads)
         self.dt_bias = vector(sizes.value_heads)
-        self.norm_weight = vector(sizes.value_dim)  # norm.weight
+        self.norm_weight = vector(sizes.value_dim)
         self.o = layers.linear(sizes.values, {"out_proj": hidden_size}, False, device, dtype)
 
     def forward(self, x_TD: Tensor, recur: Recur) -> Stream:

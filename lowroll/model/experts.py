@@ -67,7 +67,7 @@ class Router(nn.Module):
         return Routing(self.choices, self.renormalize, self.bias, sigmoids)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """Move the module; the correction keeps its dtype."""
+        """Move the module, but keep the correction's dtype."""
         kept_E = None if self.correction_bias is None else self.correction_bias.detach()
         super()._apply(fn, recurse)
         moved_E = self.correction_bias
@@ -225,7 +225,7 @@ class EngineExperts(Experts):
 
 class _GroupedProduct(torch.autograd.Function):
     """Products of rows sorted by expert: forward in the format's own arithmetic if `aligned`,
-    backward with the dequantized weight, straight-through to the master."""
+    backward with the dequantized weight."""
 
     @staticmethod
     def forward(
@@ -271,7 +271,7 @@ def _dense_by_expert(weight: Tensor | QTensor, num_experts: int, dtype: torch.dt
 
 
 def _make_stack(weight: QTensor, num_experts: int, dtype: torch.dtype) -> Stack:
-    """Return the weight as stored if the kernels support it, else dequantized: to float32 for a
+    """Return the weight as stored if the kernels support it, else dequantized, to float32 for a
     format that rounds activations."""
     format = get_format(weight.format)
     rounded = None

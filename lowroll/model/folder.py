@@ -90,7 +90,7 @@ def resolve(
     revision.
 
     weights: download them too. connect: else only this machine's hub cache is searched. key: the
-    setting that names the model. ValueError says what was tried.
+    setting to name. ValueError says what was tried.
     """
     folder = Path(source).expanduser()
     if folder.is_dir():

@@ -1,8 +1,8 @@
-"""GGUF files as model folders: transformers reads them, and their weights become dense.
+"""GGUF files as model folders: transformers reads them, and their weights become dense float32,
+which holds the numbers exactly.
 
-The folder is made once, in the hub's cache, in float32, which holds the numbers exactly. If all
-linear layers have one kind of block that is a format here (`quant.blocks`) and reproduces the codes
-bit for bit, `gguf.json` names it as the default format of rollouts.
+The folder is made once, in the hub's cache. If a format here (`quant.blocks`) reproduces the codes
+of all linear layers bit for bit, `gguf.json` names it as the default format of rollouts.
 """
 
 from __future__ import annotations

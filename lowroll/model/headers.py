@@ -90,8 +90,8 @@ def read_folder_layout(folder: Path) -> Layouts | None:
 
 
 def low_bit_format(folder: Path, dtype: torch.dtype | None = None) -> str | None:
-    """Return the format of a folder's linear layers (for an adapter folder, of its base); None:
-    dense. dtype: of dense layers in a mixed format, by default the folder's."""
+    """Return the format of the linear layers of a folder, or of an adapter's base; None: dense.
+    dtype: of dense layers in a mixed format, by default the folder's."""
     if (folder / "adapter_config.json").is_file():
         base = adapter_base.read(folder)
         if base is not None and base.weights is not None:
@@ -122,8 +122,7 @@ def own_format(
     folder: Path, spec: ModelSpec, layout: Layouts | None, dtype: torch.dtype
 ) -> str | None:
     """Return the format of a folder's linear layers, a registered mixed one if they differ; None:
-    dense. dtype: of dense layers in a mixed format. ValueError for parts of one matrix that differ.
-    """
+    dense. dtype: as in `low_bit_format`. ValueError for parts of one matrix that differ."""
     if not isinstance(layout, MixedLayout):
         return None if layout is None else layout.format
     assignment, sizes = {}, {}
@@ -144,7 +143,7 @@ def own_format(
 
 
 def stored_names(part: str, shape: tuple[int, ...], layout: Layouts | None) -> dict[str, Header]:
-    """Return the headers of the stored tensors of a parameter, given its HF name."""
+    """Return the headers of a parameter's stored tensors, given its HF name."""
     module = part.removesuffix(".weight")
     module_layout = None if layout is None or not is_linear(part) else layout.of(module)
     if module_layout is None:

@@ -100,8 +100,8 @@ def _fill(
     weight_format: str | None,
     device: torch.device | str,
 ) -> dict[str, Tensor]:
-    """Read the model's parameters one by one. Return the largest absolute value of each dense part
-    by HF name: checked together, they make the host wait once."""
+    """Read the model's parameters one by one. Return the largest absolute value of each dense part:
+    checked together, they make the host wait once."""
     spec = model.spec
     shapes = {
         name: {part: (part_rows(spec, part, whole[0]), *whole[1:]) for part in parts}
@@ -259,9 +259,7 @@ def _stack(format: str, parts: dict[str, QTensor]) -> QTensor:
 
 def state(model: Transformer) -> dict[str, Tensor]:
     """Return the weights by HF name, fused matrices split: dense tensors, or codes and scales.
-
-    ValueError for an adapter, which would be lost, and when a block of the format spans two parts.
-    """
+    ValueError for an adapter, and when a block of the format spans two parts."""
     adapted = [name for name, linear in model.linears() if linear.adapter is not None]
     if adapted:
         raise ValueError(
@@ -305,7 +303,7 @@ def save(
     step: int | None = None,
 ) -> Path:
     """Publish the model as a Hugging Face folder, atomically, with another folder's tokenizer
-    files. FileExistsError when the folder exists; ValueError as `state`."""
+    files. FileExistsError for an existing folder; ValueError as `state`."""
     from lowroll.checkpoint.publish import publish_folder
 
     files = contents(model)
@@ -343,7 +341,6 @@ def _refuse_two_rotations(model: Transformer) -> None:
 
 
 def _modules_by_format(model: Transformer, form: Mixed) -> dict[str, list[str]]:
-    """Return the modules of each format by file name. ValueError for dense layers of two dtypes."""
     modules_by_format: dict[str, list[str]] = {}
     for name, parts, _ in hf_names(model.spec):
         if not is_linear(parts[0]):

@@ -70,8 +70,7 @@ class LatentAttention(nn.Module):
         attend: Attend,
         wanted_P: Tensor | None = None,
     ) -> Stream:
-        """Return the layer's update. cos, sin: of its rope, [T, 1, d/2]. wanted_P: the tokens that
-        are returned."""
+        """Return the layer's update. cos, sin: of its rope, [T, 1, d/2]."""
         o_THd = attend(self.layer, self.project(x_TD, cos, sin))
         o_THv = o_THd[..., : self.sizes.value_dim]
         if wanted_P is not None:

@@ -5,12 +5,12 @@
     z = h W' / temperature,   logp = z[y] - lse(z),   entropy = lse(z) - sum_v softmax(z)_v z_v
     G = (onehot(y) - softmax(z)) / temperature,       d logp / d h = G W,       d logp / d W = G' h
 
-With a frozen W (LoRA) the forward pass computes d logp / d h. For a trained W the forward pass
-keeps G of the first chunks, in the dtype of W, and the incoming gradient g scales the other factor,
-d W = G' (g h); for other chunks the backward pass recomputes the logits.
+With a frozen W (LoRA) the forward pass computes d logp / d h. For a trained W it keeps G of the
+first chunks, in the dtype of W, and the incoming gradient g scales the other factor, d W = G' (g
+h); for other chunks the backward pass recomputes the logits.
 
 On CUDA products of half-precision matrices give unrounded float32 logits. G is kept only there, at
-half of the logits' size.
+half of their size.
 
 Legend: `model`; C tokens of a chunk.
 """
@@ -132,7 +132,7 @@ class _TokenLogProbs(torch.autograd.Function):
             (slope_TD,) = ctx.saved_tensors
             return (slope_TD * grad_T[:, None]).to(slope_TD.dtype), *(None,) * 5
         hidden_TD, weight_VD, targets_T, logp_T = ctx.saved_tensors
-        # a plain sum's gradient has stride 0; kernels read addresses
+        # kernels do not take the stride 0 of a sum's gradient
         grad_T = grad_T.contiguous()
         hidden_grad = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
         weight_grad = torch.zeros_like(weight_VD, dtype=torch.float32)

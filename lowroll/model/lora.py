@@ -2,7 +2,7 @@
 
 An adapter folder has PEFT's format (`base_model.model.<module>.lora_A.weight` [r, in],
 `lora_B.weight` [out, r]), a record of the base (`lowroll.model.adapter_base`) and a card. Each part
-of a fused matrix (q, k, v; gate, up) has its own pair.
+of a fused matrix has its own pair.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from lowroll.quant.formats import QTensor, all_finite
 from lowroll.quant.layouts import LINEARS
 from lowroll.types import printable
 
-# a model may store q, k, v or gate, up as one fused matrix (`adapted_parts`)
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _NAMES = tuple(suffix.removeprefix(".") for suffix in LINEARS)
 # other keys of PEFT's config must be neutral
@@ -78,7 +77,7 @@ def attach(
     model: Transformer, rank: int, alpha: float, targets: Sequence[str] = TARGETS, seed: int = 0
 ) -> Transformer:
     """Freeze the model and add a fresh adapter, the identity, to every target: A uniform (Kaiming,
-    a = sqrt 5), B zero. ValueError as of `check`, and for more memory than there is."""
+    a = sqrt 5), B zero. ValueError as of `check`, and for too little memory."""
     check(model.spec, rank, alpha, targets)
     needed_bytes = 4 * sum(
         math.prod(shape) for shape in _adapter_shapes(model, rank, targets).values()
@@ -140,7 +139,7 @@ def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> N
         raise ValueError(f"lora_alpha: expected a finite number, got {alpha}")
 
 
-# of latent attention: vLLM loads an adapter of this matrix and does not apply it (issue #48974)
+# vLLM loads an adapter of this matrix and does not apply it (issue #48974)
 NOT_IN_VLLM = "kv_b_proj"
 
 
@@ -192,11 +191,8 @@ def merge(model: Transformer) -> Transformer:
 
 
 def state(model: Transformer, input_scale: float = 1.0) -> dict[str, Tensor]:
-    """Return the adapter's tensors under PEFT's names.
-
-    input_scale: the s of scaled norms (`model.scaling`). Adapters behind a norm read s x, so their
-    A is multiplied by s to fit the unscaled base.
-    """
+    """Return the adapter's tensors under PEFT's names. input_scale: the s of scaled norms
+    (`model.scaling`), by which A behind a norm is multiplied to fit the unscaled base."""
     return unscaled({name: p.detach() for name, p in _named_parameters(model)}, input_scale)
 
 
@@ -269,7 +265,7 @@ def save(
     input_scale: float = 1.0,
 ) -> Path:
     """Publish the adapter as a PEFT folder, atomically, with another folder's tokenizer files.
-    base: a folder or hub id. ValueError without an adapter, FileExistsError when the folder exists.
+    base: a folder or hub id. ValueError without an adapter, FileExistsError for an existing folder.
     """
     from lowroll.checkpoint.publish import publish_folder
 
@@ -338,12 +334,9 @@ def _absolute_base(base: str) -> str:
 
 
 def load(model: Transformer, folder: str | Path, input_scale: float = 1.0) -> Transformer:
-    """Attach a PEFT folder's adapter to a model of its sizes, which changes only if everything
-    fits.
-
+    """Attach a PEFT folder's adapter to a model, which changes only if everything fits.
     input_scale: as in `state`. ValueError names the file, and the key or tensors that are damaged,
-    missing, misshapen or unsupported.
-    """
+    missing, misshapen or unsupported."""
     folder = Path(folder)
     config_path, weights_path = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     for path in (config_path, weights_path):

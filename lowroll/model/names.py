@@ -161,8 +161,8 @@ def dense_modules(spec: ModelSpec) -> list[str]:
 
 
 def stored_parts(spec: ModelSpec, name: str, mlp_size: int = 0) -> dict[str, int]:
-    """Return the rows of the stored matrices of `qkv` or `gate_up`, in order; those of q have its
-    gate, too. mlp_size: the rows of gate, and of up."""
+    """Return the rows of the stored matrices of `qkv` or `gate_up`, in order, with the gate's in q.
+    mlp_size: the rows of gate, and of up."""
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     q_and_gate = q * (1 + spec.attention_gate)
     rows = (q_and_gate, kv, kv) if name == "qkv" else (mlp_size, mlp_size)
@@ -171,8 +171,8 @@ def stored_parts(spec: ModelSpec, name: str, mlp_size: int = 0) -> dict[str, int
 
 
 def features_read(spec: ModelSpec) -> dict[str, int]:
-    """Return the in features of each kind of matrix by HF name, in a mixture of an expert's down
-    projection (`widths_of_down`)."""
+    """Return the in features of each kind of matrix by HF name; "down_proj" is an expert's in a
+    mixture (`widths_of_down`)."""
     mlp_size = spec.mixture.expert_size if spec.mixture.num_experts else spec.intermediate_size
     hidden = spec.hidden_size
     if spec.latent is not None:

@@ -5,7 +5,7 @@
         remake(h, norm, x)              # autograd saves (norm, x) in place of h
 
 A saved-tensor hook replaces announced tensors with a recipe: the function and its inputs, possibly
-recipes themselves. A result is kept until its last reader, so a function runs once.
+recipes. A result is kept until its last reader, so a function runs once.
 
 The functions must be deterministic and free of side effects; the gradient is then bitwise the same.
 A tensor is announced after it was made, so its producer's own saved copy stays.

@@ -81,7 +81,7 @@ def delta_rule(
     joined_THe = torch.cat([x.float() for x in inputs], dim=-1)
     pieces = [sequence_THe.split(chunk) for sequence_THe in joined_THe.split(list(lengths))]
     # The scan runs the first chunk of every sequence, then the second, and so on. With the longest
-    # first, active sequences are the first rows of the state.
+    # first, active sequences are the first rows.
     order = sorted(range(len(lengths)), key=lambda sequence: -len(pieces[sequence]))
     most_chunks = len(pieces[order[0]])
     steps = [[s for s in order if len(pieces[s]) > number] for number in range(most_chunks)]
@@ -140,7 +140,6 @@ class _Chunks(NamedTuple):
 def _prepare(
     q_NHLk: Tensor, k_NHLk: Tensor, v_NHLv: Tensor, decay_NHL1: Tensor, beta_NHL1: Tensor
 ) -> _Chunks:
-    """Compute what does not depend on the state."""
     length = k_NHLk.shape[-2]
     # the logarithm of D, by sums: differences lose the digits of weak decays after strong ones
     sums_NHLL = decay_NHL1.expand(*decay_NHL1.shape[:-1], length).tril(-1).cumsum(-2)
@@ -166,8 +165,8 @@ def _prepare(
 
 
 def _scan(chunks: _Chunks, state_SHkv: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Carry the states through the chunks, which are ordered by number. Return outputs [N, H, L, v]
-    and the last states. counts: how many sequences have each number."""
+    """Return outputs [N, H, L, v] and the last states. chunks are ordered by number; counts: how
+    many sequences have each number."""
     outputs, finished = [], []
     for parts in zip(*(x.split(list(counts)) for x in chunks), strict=True):
         step = _Chunks(*parts)

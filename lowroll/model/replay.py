@@ -2,8 +2,8 @@
 
 Query q of a head sees key j iff j <= q and no compaction had dropped it when q ran
 (`types.Evictions`). So the queries of a stretch, between two compactions, see the keys that the
-first one left, and causally their own. These keys are gathered by layer, KV head and stretch, at a
-cost of (budget + buffer) / buffer copies in each layer. The backward pass recomputes them.
+first one left, and causally their own. These keys are gathered by layer, KV head and stretch. The
+backward pass recomputes the copies.
 
 Legend: `model`; T also positions of a sequence, Q query heads of a key-value head, R stretches, C
 their queries, N their keys.
@@ -36,10 +36,8 @@ IN_A_BYTE = 255  # compactions
 
 
 def pack_evictions(numbers_LGT: Tensor, after: Sequence[int]) -> Evictions:
-    """Return the record of compactions after these ascending positions.
-
-    numbers_LGT: on the CPU, the compaction that dropped each key; 0: none.
-    """
+    """Return the record of compactions after these positions. numbers_LGT: on the CPU, the
+    compaction that dropped each key; 0: none."""
     layers, heads, length = numbers_LGT.shape
     if not after:
         return Evictions(layers, heads)
@@ -118,7 +116,7 @@ def replayed(
     windows: Sequence[int] = (),
 ) -> Attend:
     """Return causal attention over packed sequences, each over the keys that its sampler's cache
-    held. It is bitwise `varlen` before the first compaction and without a record."""
+    held: bitwise `varlen` before the first compaction and without a record."""
     starts = list(accumulate(lengths, initial=0))[:-1]
     stretches: list[_Stretch] = []
     numbers_by_sequence: list[Tensor] = []
@@ -236,8 +234,8 @@ class _Portion:
 
     def keys(self, layer: int) -> Tensor:
         """Return each head's key indices in the packed row, int64 [G, N], ascending in each
-        stretch. To avoid a wait for the device, each seen key is scattered to the number of seen
-        keys before it."""
+        stretch. To avoid a wait for the device, a seen key is scattered to the number of those
+        before it."""
         sequence_R = self.rows_5R[0]
         number_R1, start_R1, end_R1, offset_R1 = self.rows_5R[1:, :, None]
         numbers_GRT = self._numbers(layer)[:, sequence_R]

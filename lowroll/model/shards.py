@@ -61,8 +61,8 @@ def stream(
     device: torch.device | str,
 ) -> Iterator[dict[str, Tensor]]:
     """Yield each batch's tensors by name, on the device and in the files' dtype, usable on the
-    current stream. Tensors of one dtype are contiguous in a batch. Threads read ahead. ValueError
-    names a truncated file."""
+    current stream. Tensors of one dtype are contiguous in a batch. ValueError names a truncated
+    file."""
     locations = _locate_tensors(files, {name for batch in batches for name in batch})
     reader = _Reader(torch.device(device))
     pending: deque[_PendingBatch] = deque()

@@ -1,6 +1,6 @@
-"""The decoder's part of a checkpoint's config.json. transformers' configuration class of the
-`model_type` fills in defaults, and a family (`lowroll.model.families`) describes the rest. An
-unsupported key that would change the computation is refused.
+"""The decoder's part of a checkpoint's config.json. transformers' configuration class fills in
+defaults, a family (`lowroll.model.families`) describes the rest, and an unsupported key that would
+change the computation is refused.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class ModelSpec:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """The window of each layer, 0 for none; empty where no layer has one."""
+        """The window of each layer, 0 for none; empty if all are 0."""
         windows = tuple(layer.window for layer in self.layers)
         return windows if any(windows) else ()
 
@@ -193,7 +193,7 @@ def read_spec(folder: Path) -> ModelSpec:
 
 
 def read_spec_apart(folder: Path) -> ModelSpec:
-    """Run `read_spec` in a subprocess: transformers' configurations import torch, which an
+    """Run `read_spec` in a subprocess, as transformers' configurations import torch, which an
     orchestrator must not load. RunFailed on a timeout."""
     command = [sys.executable, "-c", _READ_SPEC_PROGRAM, str(folder)]
     try:

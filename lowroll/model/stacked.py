@@ -33,8 +33,8 @@ EXPERTS = ".mlp.experts."
 
 @dataclass(frozen=True)
 class StackedTensor:
-    """The stored tensor of one matrix or bias of all experts of a layer. by_columns: a matrix is
-    transposed. alternating: rows of gates and of ups alternate."""
+    """The stored tensor of one matrix or bias of all experts of a layer. by_columns: transposed.
+    alternating: rows of gates and of ups alternate."""
 
     name: str
     num_experts: int
@@ -44,7 +44,7 @@ class StackedTensor:
     alternating: bool
 
     def headers(self, in_mxfp4: bool) -> dict[str, Header]:
-        """Return the headers in a file. ValueError for columns that MXFP4's blocks do not divide."""
+        """Return the headers in a file. ValueError unless MXFP4's blocks divide the columns."""
         if self.columns is None:
             return {self.name: ((self.num_experts, self.rows), FLOATS)}
         if not in_mxfp4:

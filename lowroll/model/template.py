@@ -59,7 +59,7 @@ class Template:
     ) -> str:
         """Render a conversation. open_turn: with the header of the assistant's turn; tools: JSON
         schemas; template_kwargs: further variables, as JSON (`enable_thinking`). ValueError in one
-        line for the template's errors, a timeout or memory limit, and for a reserved variable."""
+        line for the template's errors, a timeout or memory limit, and a reserved variable."""
         extra_variables = dict(template_kwargs or {})
         check_template_kwargs(extra_variables, self.variables)
         messages = [
@@ -96,7 +96,7 @@ class Template:
         assert self.child is not None
         try:
             reply = _exchange(self.child, json.dumps(message).encode() + b"\n", seconds or SECONDS)
-        except BaseException:  # a late answer must not be taken for another one's
+        except BaseException:  # a late answer must not be taken for the next
             self._forget_child()
             raise
         if "error" in reply:

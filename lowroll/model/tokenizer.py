@@ -51,7 +51,7 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def tokenizer_home(folder: str | Path) -> Path:
-    """Return the folder of the tokenizer: an adapter's may be its base's."""
+    """Return the tokenizer's folder, for an adapter perhaps its base's."""
     folder = Path(folder)
     if not has_tokenizer(folder) and (folder / "adapter_config.json").is_file():
         from lowroll.model.adapter_base import base_of
@@ -112,10 +112,10 @@ def eos_id(folder: str | Path) -> int | None:
 
 
 class ChatTokenizer:
-    """A tokenizer with a chat template. ValueError without one.
+    """A tokenizer with a chat template, else ValueError.
 
     tool_format: how the model writes tool calls (`tool_calls`); None: as the template shows it.
-    template_kwargs: template variables for every conversation (`enable_thinking`).
+    template_kwargs: template variables for every conversation.
     """
 
     def __init__(
@@ -152,9 +152,9 @@ class ChatTokenizer:
         self, messages: list[Message], after: Turn, said: Message | None = None
     ) -> list[int]:
         """Return the ids that the template adds after a drawn turn for the following messages, up
-        to the header of the assistant's next turn. A drawn end-of-turn token replaces the
-        template's own. said: the turn as a message, if it has tool calls, which some templates need
-        before a tool's answer."""
+        to the header of the next turn. A drawn end-of-turn token replaces the template's own. said:
+        the turn as a message, if it has tool calls, which some templates need before a tool's
+        answer."""
         text = self._behind_calls(messages, said) or self._behind([*_MARKED_TURN, *messages], True)
         eos = str(self.tokenizer.special_tokens_map.get("eos_token") or "")
         # so the text is tokenized as within a conversation
@@ -200,8 +200,8 @@ class ChatTokenizer:
         return self._behind(_MARKED_TURN, False)
 
     def _behind_calls(self, messages: list[Message], said: Message | None) -> str:
-        """Return the text that the template puts after the turn `said`; "" without calls, or if it
-        cannot be separated. A mark cannot stand in calls, so the turn is rendered alone."""
+        """Return the text after the turn `said`; "" without calls, or if it cannot be separated. A
+        mark cannot stand in calls, so the turn is rendered alone."""
         if said is None or not said.get("tool_calls"):
             return ""
         turn = {"role": "assistant", "content": "", "tool_calls": said["tool_calls"]}
@@ -279,7 +279,7 @@ class ChatTokenizer:
         return [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
 
     def decode(self, token_ids: list[int]) -> str:
-        """Return the text without special tokens, with spaces unchanged."""
+        """Return the text without special tokens, spaces unchanged."""
         return str(
             self.tokenizer.decode(
                 token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False

@@ -3,7 +3,7 @@
     hidden_TD = model(ids_T, pos_T, attend)      tokens of packed sequences, with their positions
     logits_TV = model.logits(hidden_TD)
 
-A weight is a Tensor or a QTensor (`lowroll.model.linear`). q/k/v and gate/up are one matrix each.
+A weight is a Tensor or a QTensor. q/k/v and gate/up are one matrix each.
 
 Legend: `model`.
 """
@@ -63,7 +63,7 @@ class Block(nn.Module):
         self.eps = spec.norm_eps
         self.query_scale, self.update_scale = spec.query_scale, spec.update_scale
         layer_spec = spec.layers[layer] if spec.layers else LayerSpec()
-        # the row of cos and sin; layers without positions have the one after all ropes
+        # layers without positions have the row after all ropes
         self.rope = len(spec.ropes) if layer_spec.rope is None else layer_spec.rope
         self.order = head_order(spec)
         hidden = spec.hidden_size
@@ -141,9 +141,9 @@ class Block(nn.Module):
         attend: Attend,
         wanted_P: Tensor | None = None,
     ) -> tuple[Tensor, Stream]:
-        """Return the residual stream without the update of this block's MLP, and that update, which
-        the next norm adds in the same pass. update_TD: the previous block's. wanted_P: the tokens
-        that go on after attention; keys and values of all are written."""
+        """Return the residual stream, and the update by this block's MLP, which the next norm adds.
+        update_TD: the previous block's. wanted_P: the tokens that go on after attention; keys and
+        values of all are written."""
         reader = self.mixer_reader
         mixer_rows = None if reader is None else reader.row_kind
         mlp_rows = None if self.experts is not None else self.gate_up.row_kind
@@ -180,7 +180,7 @@ class Block(nn.Module):
 
     @property
     def pre_norms(self) -> tuple[RMSNorm, RMSNorm]:
-        """The norms in front of attention and of the MLP. ValueError for a block without them."""
+        """The norms before attention and MLP. ValueError for a block without them."""
         if self.input_norm is None or self.post_attention_norm is None:
             raise ValueError("the model has no norms in front of attention and MLP")
         return self.input_norm, self.post_attention_norm
@@ -213,7 +213,7 @@ class Block(nn.Module):
         """Return the update by attention. cos, sin: of all ropes, [R + 1, T, 1, d/2]."""
         rotate = invariant_heads if self.exact else rotate_heads
         qkv, gate = self._split_gate(self.qkv(x_TD))
-        q_gain = k_gain = None  # of the norms of single heads, which `rotate` applies
+        q_gain = k_gain = None  # `rotate` applies them
         if self.norms_whole:
             qkv = self._norm_whole(qkv)
         elif self.q_norm is not None and self.k_norm is not None:
@@ -240,7 +240,7 @@ class Block(nn.Module):
         return self.o(self.o.read(o_THd.reshape(o_THd.shape[0], -1)))
 
     def _split_gate(self, qkv: Stream) -> tuple[Stream, Tensor | None]:
-        """Return q, k and v, and the output's gate [T, H, d], stored behind each head of q."""
+        """Return q, k and v, and the gate [T, H, d], stored behind each head of q."""
         if not self.has_gate:
             return qkv, None
         q_size = 2 * self.heads * self.head_dim
@@ -353,10 +353,10 @@ class Transformer(nn.Module):
             self.lm_head = None
         else:
             self.lm_head = nn.Parameter(torch.empty_like(self.embedding))
-        # the engine's view of lm_head_weight, packed for its kernel
+        # the engine's view of lm_head_weight
         self.head: QTensor | None = None
         self.freqs = inverse_frequencies(spec).to(device if str(device) != "meta" else "cpu")
-        self.magnitudes = magnitudes(spec)  # moves to the device once, since graphs may not copy
+        self.magnitudes = magnitudes(spec)  # moves to the device once, as graphs may not copy
 
     def forward(
         self, ids_T: Tensor, pos_T: Tensor, attend: Attend, wanted_P: Tensor | None = None
@@ -385,7 +385,7 @@ class Transformer(nn.Module):
         x_TD = F.embedding(ids_T, self.embedding)
         if self.spec.embedding_scale == 1:
             return x_TD
-        # the constant is rounded to the dtype, as transformers' Gemma has it
+        # rounded to the dtype, as in transformers' Gemma
         return x_TD * torch.tensor(self.spec.embedding_scale, dtype=x_TD.dtype).item()
 
     def rotations(self, pos_T: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,5 @@
-"""Budgets in place of a format: a bound on the KL to the dense model, or on the size
-(`weights.budget`). Importable without torch.
-
-    max_kl=0.02                    the fewest bits whose measured KL to the dense model is at most that
-    max_bits=5                     the least KL with so many bits a weight of the linear layers
-    max_bytes=400000000            the same, in bytes of the linear layers with their scales
-    max_kl=0.02,formats=int4+int8  of these formats alone
+"""Budgets in place of a format, a bound on the KL to the dense model or on the size (docs/usage.md,
+`weights.budget`): `max_kl=0.1,max_bits=6,formats=int4+int8`. Importable without torch.
 """
 
 from __future__ import annotations

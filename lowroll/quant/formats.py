@@ -1,11 +1,11 @@
 """QTensor, the Format protocol, and the registry of formats.
 
-A format turns a matrix w_NK ([out, in]) into codes and scales and multiplies activations with it.
-Scales are computed in their stored dtype, by default float32, so codes depend on the weights alone.
+Scales of w_NK ([out, in]) are computed in their stored dtype, by default float32, so codes depend
+on the weights alone.
 
 A fused matrix (qkv, gate-up) is one QTensor; checkpoints hold its parts. A value kept once a
 matrix, such as NVFP4's global scale, is shared by parts quantized here; parts from elsewhere keep
-their own, one for each row (or block).
+their own.
 
 Legend: `quant`.
 """
@@ -33,7 +33,7 @@ from lowroll.kernels.quantize.rows import Product, QuantizedRows
 from lowroll.quant.scheme import Header, Scheme
 from lowroll.quant.table import DEFAULT, EIGHT_BITS, FORMATS, OWN
 
-LARGE = 1 << 26  # weights of a matrix that is faster as 4-bit codes up to 64 rows
+LARGE = 1 << 26  # weights of a matrix that stays faster as codes up to 64 rows
 EPS = torch.finfo(torch.float32).eps  # the scale of an all-zero channel or group
 
 
@@ -62,8 +62,8 @@ class QTensor:
         return self.source == (ref(source), source.version, self.version)
 
     def derive(self, key: str, make: Callable[[QTensor], Any]) -> Any:
-        """Return `make(self)`, cached until the codes change. Off the CPU it is a tensor, a tuple
-        of tensors, or a tuple of QTensors over these storages."""
+        """Return `make(self)`, cached until the codes change: off the CPU a tensor, or a tuple of
+        tensors or of QTensors over these storages."""
         if key not in self.packed:
             self.packed[key], self.makers[key] = make(self), make
         return self.packed[key]
@@ -131,7 +131,7 @@ class QTensor:
         return self
 
     def seen_as(self, format: str) -> QTensor | None:
-        """Return the storages in another format with the same stored tensors, or None."""
+        """Return the storages in another format that has the same, or None."""
         if format == self.format:
             return self
         if stored_format(format) != stored_format(self.format):
@@ -173,8 +173,8 @@ def nonzero(scale: Tensor) -> Tensor:
 
 
 def multiplicand(q: QTensor, dtype: torch.dtype) -> Tensor:
-    """Return the dequantized matrix [N, K] for a product. A CPU keeps it until the codes change, as
-    unpacking takes longer than a decode step's product; CUDA only if `keep_dense` asked for it."""
+    """Return the dequantized matrix [N, K] for a product. A CPU keeps it, as unpacking takes longer
+    than a decode step's product; CUDA only if `keep_dense` asked for it."""
     if q.device.type != "cpu":
         dense_copy = q.packed.get(f"dense {dtype}")
         return q.dequantize(dtype) if dense_copy is None else dense_copy
@@ -191,7 +191,7 @@ class Format(ABC):
 
     name: str
     summary: str
-    bits: float  # per weight, with the scales of groups but not of rows
+    bits: float  # per weight, with the scales of groups
     group: int | None = None  # weights of a row that share a scale; None: all
     once: tuple[str, ...] = ()  # stored tensors with one entry a matrix
     stored_as: str | None = None  # another format with the same stored tensors
@@ -242,7 +242,7 @@ class Format(ABC):
         """Multiply x with the matrix. exact: a row's bits do not depend on its batch."""
 
     def rounded(self, x_MK: Tensor) -> Tensor:
-        """Return activations rounded as `linear` does, in float32, for formats with `rounds`."""
+        """Return activations rounded as `linear` does, in float32."""
         raise NotImplementedError(f"{self.name} does not round activations")
 
     def slower_than_float32(self, device: torch.device) -> str:
@@ -273,7 +273,7 @@ class Format(ABC):
         )
 
     def pitch(self, name: str, num_in: int) -> Fraction:
-        """Return a stored tensor's entries along its first dimension for a row of `num_in` columns."""
+        """Return a stored tensor's entries of its first dimension for a row of `num_in` columns."""
         return Fraction(1)
 
     def finite(self, name: str, tensor: Tensor) -> bool:
@@ -352,9 +352,8 @@ def float_product(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, exact: bool
 class WeightOnly(Format):
     """A format whose product is that of the dequantized matrix in the activations' dtype.
 
-    Codes are decoded within the product for few rows on CUDA (`kernels.matmul.streamed`, exact) and
-    for large matrices on a CPU with AVX2 (`kernels.matmul.w4_avx2`, which rounds activations to 16
-    bits).
+    Few rows on CUDA are multiplied with the codes (`kernels.matmul.streamed`, exact), as are large
+    matrices on a CPU with AVX2 (`kernels.matmul.w4_avx2`, which rounds activations to 16 bits).
     """
 
     fallback = EIGHT_BITS

@@ -117,7 +117,7 @@ def gradient(grad_MN: Tensor, transposed: QTensor) -> Tensor:
     """Return dX [M, K] = dY W, in the dtype of dY [M, N]. transposed: the codes of W' [K, N].
 
     Scales of dY have no floor, as a batch's mean makes gradients of 1e-7. Sums are the fast kind,
-    as the rounding to codes has a far larger error (docs/LOG.md).
+    as rounding to codes has a larger error (docs/LOG.md).
     """
     rows = quantize_rows(grad_MN, "gradient")
     if grad_MN.device.type == "cpu":

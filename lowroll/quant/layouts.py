@@ -48,7 +48,7 @@ LINEARS = (  # suffixes of quantized modules
     *(".in_proj_qkvz", ".in_proj_qkv", ".in_proj_z", ".out_proj"),
     *(".q_a_proj", ".q_b_proj", ".kv_a_proj_with_mqa", ".kv_b_proj"),
 )
-MIXED = "mixed-precision"  # compressed-tensors' word for groups stored differently
+MIXED = "mixed-precision"
 _DTYPES = {torch.int8: "I8", torch.uint8: "U8", torch.int32: "I32", torch.float8_e4m3fn: "F8_E4M3"}
 _ADVICE = "; quantize the dense model with `lowroll quantize`, or load the dense one"
 
@@ -177,8 +177,8 @@ def describe(
     dense: Sequence[str] = (),
     columns: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Return the `quantization_config` of a folder in `format`. dense: name endings of dense
-    modules. columns: in features by kind of matrix."""
+    """Return the `quantization_config` of a folder. dense: name endings of dense modules. columns:
+    in features by kind of matrix."""
     form = get_format(format)
     description = form.describe(dtype, dense)
     if description is not None:
@@ -288,8 +288,8 @@ def _schemes_by_format() -> dict[str, Scheme]:
 
 
 def _read_compressed_tensors(config: dict[str, Any]) -> StoredLayout | MixedLayout:
-    """Return the layout. If all groups have the same one, the files say which modules are
-    quantized, unless `ignore` leaves linear layers dense."""
+    """Return the layout. If all groups have the same one and `ignore` names no linear layer, the
+    files say which modules are quantized."""
     if config.get("kv_cache_scheme"):
         raise ValueError(f"kv_cache_scheme: is not supported{_ADVICE}")
     sparsity = config.get("sparsity_config")

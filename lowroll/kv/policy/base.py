@@ -1,6 +1,5 @@
 """The interface of cache policies. A policy is one file with both sides: a `CachePolicy`, which is
-arithmetic without torch for the scheduler's admission, and a `Selector` for the runner, which
-selects the keys on the device.
+arithmetic without torch for the scheduler, and a `Selector`, which selects the keys on the device.
 
 All layers and KV heads share one page table: each head keeps equally many keys, but not the same
 ones. Keys and new tokens are rotated by their true positions.
@@ -42,7 +41,7 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def kept(self, cached: int) -> int:
-        """Return the number of keys after a compaction of `cached`; at least 1."""
+        """Return the number of keys after a compaction; at least 1."""
 
     @abstractmethod
     def selector(self, spec: ModelSpec, cache: KVCache, max_batch: int) -> Selector | None:
@@ -58,8 +57,8 @@ class CachePolicy(ABC):
         return length if self.room(length) else self.kept(length)
 
     def peak(self, cached: int, more: int) -> int:
-        """Return the most keys that a cache of `cached` holds while `more` are added one by one.
-        Override it if later compactions leave more keys than the first."""
+        """Return the most keys that a cache of `cached` holds while `more` are added. Override it
+        if later compactions leave more keys than the first."""
         room = self.room(cached)
         if more <= room:
             return cached + more
@@ -80,17 +79,17 @@ class Selector(ABC):
         """Copy the state of slots (source, target). All are read before one is written."""
 
     def prefilled(self, layer: int, q_THd: Tensor, chunks: Sequence[PromptChunk]) -> None:  # noqa: B027
-        """Observe a layer's queries of prompt chunks, packed in order. Keys and values are already
+        """Observe a layer's queries of prompt chunks, packed in order, with keys and values already
         in their pages. Tokens from the prefix cache are not observed."""
 
     def decoded(self, layer: int, q_BHd: Tensor, rows: DecodeRows) -> None:  # noqa: B027
-        """Observe a decoded token of each row; its key is the last. Captured in a CUDA graph: no
-        shape or host decision may depend on the rows. Dead rows have the dead slot."""
+        """Observe a decoded token of each row, after its key was stored. Captured in a CUDA graph:
+        no shape or host decision may depend on the rows."""
 
     @abstractmethod
     def compact(self, rows: DecodeRows, kept: int) -> Tensor:
-        """Return the indices int64 [L, B, G, K] of the `kept` keys, ascending from the oldest.
-        State of each key is gathered too."""
+        """Return the indices int64 [L, B, G, K] of the `kept` keys, ascending from the oldest, and
+        gather the state of keys."""
 
 
 def prompt_slot(max_batch: int) -> int:
@@ -115,7 +114,7 @@ def copy_slots(state_LS: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
 
 @dataclass(frozen=True)
 class Compaction:
-    """The policy keeps `kept` of the `cached` keys in `pages`, which move to `targets`.
+    """A compaction of the `cached` keys in `pages` to `kept` keys, which move to `targets`.
 
     No target is shared or can be served again. Targets among `pages` come first, belong to no other
     compaction and are consecutive in `pages`, so keys can move in place
@@ -148,11 +147,8 @@ class Footprint:
 
 
 def footprint(policy: CachePolicy, prompt: int, response: int, page_size: int) -> Footprint:
-    """Return the footprint of a prompt with responses of up to `response` tokens, the last of which
-    is never stored.
-
-    A sample shares the base's pages, which are never edited, until its first compaction.
-    """
+    """Return the footprint of a prompt with responses of up to `response` tokens, the last never
+    stored. A sample shares the base's pages, which are never edited, until its first compaction."""
     base = policy.after_prompt(prompt)
     peak = policy.peak(base, response - 1)
     evicts = peak < base + response - 1

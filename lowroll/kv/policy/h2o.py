@@ -2,9 +2,8 @@
 ones.
 
 A KV head's score of a key is the sum of its attention probabilities over all queries of the head's
-group since the prompt began. Half of the budget is for the last keys, half for the best scores
-before them. All queries of a prompt must be seen, so none of its tokens comes from the prefix
-cache.
+group since the prompt began. Half of the budget is for the last keys. All queries of a prompt must
+be seen, so none of its tokens comes from the prefix cache.
 
 Legend: `kv`; C queries of a row, Q query heads of a group.
 """

@@ -33,7 +33,7 @@ from lowroll.kv.policy.logits import MOST_SCORED, grouped_logits
 from lowroll.kv.policy.table import KERNEL, WINDOW
 from lowroll.model.spec import ModelSpec
 
-SCORES = 6  # numbers of a key, layer and head passed between the kernels
+SCORES = 6  # numbers of a key and head between kernels
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,7 @@ class SnapKV(Bounded):
 
 class AttentionSelector(Selector):
     """The selector of SnapKV and R-KV. ring_LSAHd holds the queries of a slot's last A tokens, by
-    position modulo A. All are of one sample when read, as a compacted cache has more than A tokens.
-    """
+    position modulo A: of one sample when read, as a compacted cache has more than A tokens."""
 
     watches = True
 

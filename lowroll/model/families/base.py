@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from lowroll.model.config_values import flag, integer, layer_list, positive
 
 Values = Mapping[str, Any]  # attributes of transformers' configuration
-# a block's norms: attribute and the name in checkpoints, in the order of files
+# a block's norms: attribute and name in checkpoints, in their order
 PRE_NORMS = (
     ("input_norm", "input_layernorm"),
     ("post_attention_norm", "post_attention_layernorm"),
@@ -59,8 +59,7 @@ class LayerSpec:
 @dataclass(frozen=True)
 class DeltaSpec:
     """The sizes of gated delta nets. A key head serves consecutive value heads. taps: of the
-    convolution. grouped: checkpoints have one matrix of q, k, v and z by key head, and one of b and
-    a (Qwen3-Next)."""
+    convolution. grouped: checkpoints group q, k, v and z, and b and a, by key head (Qwen3-Next)."""
 
     key_heads: int
     value_heads: int
@@ -122,7 +121,7 @@ class LatentSpec:
 
     def matrices(self, heads: int, hidden_size: int) -> dict[str, tuple[dict[str, int], int]]:
         """Return (rows of the stacked matrices by name in checkpoints, in features) of each linear
-        layer, in the order of files."""
+        layer."""
         queries, latents = heads * self.head_dim, self.kv_rank + self.rope_dim
         low_rank = {"q_a_proj": self.query_rank} if self.query_rank else {"q_proj": queries}
         q_b = {"q_b": ({"q_b_proj": queries}, self.query_rank)} if self.query_rank else {}
@@ -163,7 +162,7 @@ class SigmoidScores:
 
 @dataclass(frozen=True)
 class MixtureSpec:
-    """The experts that replace the dense MLP. Without experts `num_experts` is 0.
+    """The experts that replace the dense MLP, if any.
 
     dense_layers: the first layers, which keep a dense MLP. expert_size: intermediate size.
     shared_size: that of an expert that takes every token, 0 without. renormalize: a token's weights
@@ -201,11 +200,10 @@ class Family:
     """A row of the table of families.
 
     model_type, architecture: as in config.json. describe: returns the fields of `ModelSpec` that
-    differ from Llama's; its ValueErrors name keys. keys: read beside the common ones.
-    activation_key, activation: the key of the MLP's activation, and the supported one. inside:
-    model type and architecture of a model of images and text whose `text_config` it is. lacks:
-    required keys that it does not have. brings_code: published folders name code of their own, and
-    transformers' computation replaces it.
+    differ from Llama's. keys: read beside the common ones. activation_key, activation: the key of
+    the MLP's activation, and the supported one. inside: model type and architecture of a model of
+    images and text with this `text_config`. lacks: required keys that it does not have.
+    brings_code: transformers' computation replaces the code of published folders.
     """
 
     model_type: str
@@ -274,7 +272,7 @@ def _scaling(values: Values, rope: Values) -> RopeScaling | None:
 
 
 def yarn_magnitude(scale: float, weight: float = 1.0) -> float:
-    """Return YaRN's factor of cos and sin for contexts `scale` times as long."""
+    """Return YaRN's factor of cos and sin for `scale` times the context."""
     return 1.0 if scale <= 1 else 0.1 * weight * log(scale) + 1.0
 
 
