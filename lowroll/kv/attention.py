@@ -138,7 +138,7 @@ class _ExactAttention:
 @dataclass(frozen=True)
 class PackedPrompts:
     """`attend` for whole prompts with bounds, int32 [prompts + 1], on the device. Never waits for
-    the host. longest: tokens of one. A negative slot is none."""
+    the host. A negative slot is none."""
 
     cache: KVCache
     slots_T: Tensor
@@ -159,7 +159,7 @@ class PackedPrompts:
 
 @dataclass(frozen=True)
 class MixedAttention:
-    """`attend` for rows of one token, then the prompts of a step."""
+    """`attend` for rows of one token, then prompts."""
 
     rows: PagedDecode
     prompts: PagedAttention

@@ -65,8 +65,7 @@ class KVCache:
 
     @staticmethod
     def columns(spec: ModelSpec, dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:
-        """Return the width and dtype of each stored part of a token, layer and KV head: keys, then
-        values."""
+        """Return the width and dtype of each stored part of a token and KV head: keys, then values."""
         return [(spec.head_dim, dtype), (spec.head_dim, dtype)]
 
     @classmethod
@@ -114,7 +113,7 @@ class KVCache:
         self.released = True
 
     def restore(self) -> None:
-        """Allocate zeros again. The cache stays released if memory is short."""
+        """Allocate zeros again, or stay released if memory is short."""
         if not self.released:
             return
         try:
@@ -144,7 +143,7 @@ class KVCache:
         )
 
     def gather_keys(self, layer: int, table_BP: Tensor) -> Tensor:
-        """Return keys [B, G, N, d] of these pages, finite but arbitrary beyond a row's length."""
+        """Return keys [B, G, N, d] of these pages, arbitrary but finite beyond a row's length."""
         return gather_pages(self.keys[layer], table_BP)
 
     def key_pages(self, table_BP: Tensor) -> tuple[Sequence[Tensor], Tensor]:
@@ -173,7 +172,6 @@ class KVCache:
 def _allocate(
     shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device
 ) -> tuple[list[Tensor], VirtualMemory | None]:
-    """Allocate buffers of zeros, aligned to 512 bytes."""
     if device.type != "cuda" or not virtual_memory_works(device):
         return [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes], None
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]

@@ -21,7 +21,7 @@ from hashlib import blake2b
 
 
 class OutOfPages(RuntimeError):
-    """An error for more pages than are free, which the scheduler's reservations prevent."""
+    """An error that the scheduler's reservations prevent: too few pages are free."""
 
 
 class PagePool:

@@ -21,8 +21,8 @@ from lowroll.model.spec import ModelSpec
 
 class RecurrentStates:
     """The states of all recurrent layers, by slot, zeros at first. conv_LNCK: the last K - 1 inputs
-    of each convolution, in the model's dtype. rule_LNHkv: the states of the delta rule, float32.
-    row: of a layer in both."""
+    of each convolution. rule_LNHkv: the states of the delta rule, float32. row: of a layer in both.
+    """
 
     def __init__(
         self, spec: ModelSpec, num_slots: int, dtype: torch.dtype, device: torch.device | str
@@ -41,7 +41,7 @@ class RecurrentStates:
 
     @staticmethod
     def nbytes(spec: ModelSpec, num_slots: int, dtype: torch.dtype) -> int:
-        """Return the bytes of the states of so many slots."""
+        """Return the bytes of the states."""
         if spec.delta is None:
             return 0
         sizes = spec.delta
@@ -55,7 +55,7 @@ class RecurrentStates:
         self.rule_LNHkv.index_fill_(1, slots_S, 0)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy the states of slots (source, target). All are read before one is written."""
+        """Copy states as `Selector.copy`."""
         sources, targets = upload(torch.tensor(list(pairs)), self.rule_LNHkv.device).unbind(1)
         for state_N in (*self.conv_LNCK, *self.rule_LNHkv):  # layer by layer: they are large
             state_N[targets] = state_N[sources]

@@ -1,5 +1,5 @@
 """Device memory that can be freed and restored at the same address, so that a learner can use the
-KV cache's memory between rollouts, and CUDA graphs with its addresses stay valid.
+KV cache's memory between rollouts, and CUDA graphs stay valid.
 
 Sources: CUDA driver API, "Virtual Memory Management"; vLLM's sleep mode.
 """

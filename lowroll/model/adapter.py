@@ -92,9 +92,8 @@ class Adapter(nn.Module):
         return blocks
 
     def matrices(self, parts: Mapping[str, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return A [L, K] and the scaled block-diagonal B [N, L] in a dtype, cached until a change.
-        Storages are reused for CUDA graphs. Autograd's version counter reveals in-place torch
-        operations."""
+        """Return A [L, K] and the scaled block-diagonal B [N, L], cached until a change. Storages
+        are reused for CUDA graphs. Autograd's version counter reveals in-place torch operations."""
         masters = [*self.a.values(), *self.b.values()]
         made_of = (
             dtype,
@@ -239,8 +238,8 @@ _NUM_PLAIN_ARGUMENTS = 11
 
 
 class _AdaptedProduct(torch.autograd.Function):
-    """`product`'s y and l. codes are dequantized unless `in_codes`. masters: A of each adapted
-    part, then B of each."""
+    """`product`'s y and l. codes are dequantized unless `in_codes`. masters: A of each part, then
+    B."""
 
     @staticmethod
     def forward(

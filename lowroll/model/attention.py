@@ -128,8 +128,7 @@ def inverse(order_T: Tensor) -> Tensor:
 
 
 def exact_varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend:
-    """Return `varlen`, with its gradient, in which a query's bits depend on it and its keys alone
-    (`kernels.batch_invariant.attention`)."""
+    """Return `varlen`, with its gradient, in which a query's bits depend on it and its keys alone."""
     plain_attention = varlen(lengths, device)
     lengths_S = upload(torch.tensor(lengths, dtype=torch.int32), device)
     invariant_attention = invariant.packed(lengths_S, sum(lengths))
@@ -209,8 +208,6 @@ def suffixes(
 
 @dataclass(frozen=True)
 class _Stack:
-    """Attention of `length` queries over `total` keys, for all sequences of this shape."""
-
     length: int
     total: int
     queries_C: Tensor
@@ -256,7 +253,7 @@ def _window(windows: Sequence[int], layer: int, longest: int) -> int:
 
 
 def _mask(before: int, total: int, window: int, device: torch.device) -> Tensor:
-    """Return which of `total` keys the queries after the first `before` tokens see: [C, T]."""
+    """Return which keys the queries after the first `before` tokens see: [C, T]."""
     pos_T = torch.arange(total, device=device)
     pos_C = pos_T[before:, None]
     mask_CT = pos_T <= pos_C
@@ -290,8 +287,8 @@ def _attend_suffix(inputs: AttentionInputs, before: int, window: int) -> Tensor:
 def attend_with_sinks(
     q_SHCd: Tensor, k_SGTd: Tensor, v_SGTd: Tensor, mask_CT: Tensor | None, sinks_H: Tensor
 ) -> Tensor:
-    """Compute attention with sinks, differentiably. mask_CT: which keys are seen, or what is added
-    to scores; None: causal."""
+    """Compute attention with sinks. mask_CT: which keys are seen, or what is added to scores; None:
+    causal."""
     if mask_CT is not None and mask_CT.dtype == torch.bool:
         mask_CT = _added(mask_CT, q_SHCd.dtype)
     if q_SHCd.device.type == "cpu":
@@ -304,7 +301,8 @@ def attend_with_sinks(
 def attend_with_a_key_of_sinks(
     q_SHCd: Tensor, k_SGTd: Tensor, v_SGTd: Tensor, mask_CT: Tensor | None, sinks_H: Tensor
 ) -> Tensor:
-    """Compute `attend_with_sinks` on any device: a sink is the score of a key and a value of zeros."""
+    """Compute `attend_with_sinks` on any device: a sink is a key of zeros with a value of zeros,
+    and its score."""
     queries, keys = q_SHCd.shape[2], k_SGTd.shape[2]
     if mask_CT is None:
         mask_CT = _added(_mask(0, keys, 0, q_SHCd.device), q_SHCd.dtype)

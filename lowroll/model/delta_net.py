@@ -64,7 +64,7 @@ Recur = Callable[[int, DeltaInputs], Tensor]
 
 @dataclass(frozen=True)
 class Mixing:
-    """Attention and the recurrence of other layers over the same tokens."""
+    """Attention, and recurrence in other layers."""
 
     attend: Attend
     recur: Recur
@@ -149,7 +149,6 @@ class GatedDeltaNet(nn.Module):
 
 
 def _ungrouped(x_TN: Tensor, sizes: DeltaSpec, widths: list[int]) -> list[Tensor]:
-    """Return the parts [T, ...] of rows grouped by key head."""
     x_TGe = x_TN.unflatten(-1, (sizes.key_heads, -1))
     return [part.flatten(1) for part in x_TGe.split(widths, dim=-1)]
 

@@ -119,7 +119,7 @@ class StackedLinear(Linear):
 
 
 class LearnerStack(StackedLinear):
-    """A learner's stack, with the same numbers with and without gradients."""
+    """A learner's stack, whose numbers are the same without gradients."""
 
     @property
     def codes(self) -> QTensor | None:
@@ -188,7 +188,6 @@ class Experts(nn.Module):
         return combine(y_PD, weights_TS, x_TD.dtype, groups)
 
     def _exactly(self, x_TD: Tensor) -> Tensor:
-        """Compute `forward` with the same bits in any batch."""
         logits_TE = product.linear(x_TD, self.router.weight)
         weights_TS, experts_TS = choose_by(logits_TE, self.router.routing)
         groups = sort_slots(experts_TS, self.gate_up.num_experts)

@@ -1,7 +1,7 @@
 """Attention by torch's kernels that give log-sum-exps: over packed sequences on CUDA, and with
 sinks.
 
-With the log-sum-exp of plain attention, a sink scales the output of a query head:
+A sink scales the output of a query head:
 
     lse' = log(exp(lse) + exp(sink)),    o' = o exp(lse - lse')
 
@@ -49,10 +49,7 @@ class AttentionKernel(Protocol):
 @dataclass(frozen=True)
 class Packed:
     """Causal attention of packed sequences on CUDA, the last query aligned with the last key.
-
-    q_bounds, k_bounds: int32 [S + 1] on the device. q_longest, k_longest: of the sequences. window:
-    as in `LayerSpec`.
-    """
+    q_bounds, k_bounds: int32 [S + 1] on the device. window: as in `LayerSpec`."""
 
     q_bounds: Tensor
     q_longest: int
@@ -139,7 +136,7 @@ def _by_head(*x_SCHd: Tensor) -> list[Tensor]:
 
 
 def flashes(dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether torch's attention of packed sequences on CUDA takes such heads."""
+    """Return whether torch's flash attention on CUDA takes such heads."""
     return dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= WIDEST
 
 

@@ -78,8 +78,8 @@ def make(file: Path, folder: Path) -> None:
 
 
 def format_of(folder: Path) -> str | None:
-    """Return the format whose codes are exactly the dense weights, or None. ValueError for a
-    damaged gguf.json."""
+    """Return the format whose codes are the dense weights, or None. ValueError for a damaged
+    gguf.json."""
     if not (folder / NOTE).is_file():
         return None
     note = read_json(folder / NOTE)

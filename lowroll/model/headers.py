@@ -1,4 +1,4 @@
-"""A model folder's tensors and formats, checked against its file headers before allocation."""
+"""The tensors and formats of a model folder, checked by file headers before allocation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Layouts = StoredLayout | PackedWeights | MixedLayout
 
 def read_headers(folder: Path) -> tuple[ModelSpec, Layouts | None, dict[str, Path]]:
     """Read a folder's spec, the layout of its linear layers, and the file of each tensor.
-    ValueError as `hf.load`, except for the values of tensors."""
+    ValueError as `hf.load`, but not for values."""
     spec = read_spec(folder)
     layout = read_folder_layout(folder)
     if isinstance(layout, StoredLayout | MixedLayout) and layout.rotated:
@@ -64,8 +64,8 @@ def read_headers(folder: Path) -> tuple[ModelSpec, Layouts | None, dict[str, Pat
 
 
 def refuse_two_rotations(spec: ModelSpec, what: object) -> None:
-    """Raise ValueError if down projections would be rotated in blocks of two widths, as a folder
-    has one. what: to name."""
+    """Raise ValueError if down projections would be rotated in two widths, as a folder has one.
+    what: to name."""
     widths = {rotation.width(size) for size in widths_of_down(spec)}
     if len(widths) > 1:
         raise ValueError(
@@ -236,7 +236,7 @@ def require_headers(
     unexpected: Sequence[str],
     shapes_of: str = "",
 ) -> None:
-    """Raise ValueError for missing or `unexpected` tensors, or other shapes or dtypes than wanted.
+    """Raise ValueError for missing or `unexpected` tensors, or unwanted shapes or dtypes.
     shapes_of: their reason, for the message."""
     present = [name for name in wanted if name in found]
     shapes = [
@@ -288,7 +288,6 @@ def stored_parameters(spec: ModelSpec, layout: Layouts | None) -> dict[str, dict
 
 
 def _check_quantized(folder: Path, found: Headers, wanted: dict[str, Header]) -> None:
-    """Check that exactly the declared linear layers are quantized, in column order."""
     dense_linears = [
         name
         for name in found

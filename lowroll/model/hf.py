@@ -198,7 +198,7 @@ def _load_adapted(
 
 
 def _quantize(format: str, w_NK: Tensor, amax_1: Tensor) -> QTensor:
-    """Return a matrix in a format, without a copy in a dense one of its own dtype."""
+    """Return a matrix in a format, without a copy in its own dtype."""
     own_storage = over(w_NK)
     if own_storage is not None and own_storage.format == format:
         return own_storage

@@ -114,7 +114,6 @@ class LatentAttention(nn.Module):
 
 
 def _laid_out(nope_THn: Tensor, rotated_THr: Tensor) -> Tensor:
-    """Return heads [T, H, d] in the module's pairs."""
     nope_halves, rotated_halves = nope_THn.chunk(2, dim=2), rotated_THr.chunk(2, dim=2)
     halves = zip(nope_halves, rotated_halves, strict=True)
     return torch.cat([part for half in halves for part in half], dim=2)

@@ -1,4 +1,4 @@
-"""The learner's linear layer: a product with gradients.
+"""The learner's linear layer.
 
     dense       the weight is a Parameter: Y = X W' + b
     low-bit     the weight is a QTensor, LoRA's frozen base, dequantized for each product; differentiable in X
@@ -34,7 +34,7 @@ from lowroll.quant.formats import QTensor, float_product, get_format, multiplica
 
 
 class LearnerLinear(Linear):
-    """A linear layer that multiplies with an adapter, codes, or the weight."""
+    """A linear layer with gradients."""
 
     @property
     def codes(self) -> QTensor | None:

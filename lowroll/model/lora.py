@@ -109,8 +109,8 @@ def attach(
 
 
 def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> None:
-    """Raise ValueError unless targets exist in the model and are no matrices of experts, and the
-    rank is at least 1."""
+    """Raise ValueError unless targets are in the model and no matrices of experts, and the rank is
+    at least 1."""
     # the letters of a text would count as targets
     unknown = [targets] if isinstance(targets, str) else sorted(set(targets) - set(_NAMES))
     if unknown or not targets:
@@ -172,8 +172,7 @@ def disabled(model: Transformer) -> Iterator[Transformer]:
 
 
 def merge(model: Transformer) -> Transformer:
-    """Add the adapters into dense weights, rounding once, and drop them. ValueError for a quantized
-    base."""
+    """Add the adapters into dense weights, rounding once. ValueError for a quantized base."""
     for name, linear in model.linears():
         if linear.adapter is None:
             continue
@@ -214,7 +213,7 @@ def wanted(model: Transformer, rank: int) -> dict[str, tuple[int, ...]]:
 
 
 def are_whole_targets(lacking: Set[str], every: Set[str]) -> bool:
-    """Return whether an adapter lacks some targets entirely, but not all, given PEFT's names."""
+    """Return whether an adapter lacks some targets entirely, but not all."""
     targets = {name.split(".")[-3] for name in lacking}
     of_targets = {name for name in every if name.split(".")[-3] in targets}
     return lacking == of_targets and of_targets != every
@@ -367,7 +366,7 @@ def load(model: Transformer, folder: str | Path, input_scale: float = 1.0) -> Tr
 
 def stored(folder: Path, input_scale: float = 1.0) -> tuple[float, dict[str, Tensor]]:
     """Return (alpha, tensors) of a PEFT folder on the CPU, unchecked. ValueError names the file and
-    the key."""
+    key."""
     _, alpha, _ = _read_config(folder / "adapter_config.json")
     weights_path = folder / "adapter_model.safetensors"
     tensor_headers(weights_path)  # explains a damaged file

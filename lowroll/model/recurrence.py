@@ -11,7 +11,7 @@ j up to i, g_i that of all up to i:
     A = I + strictly lower part of (diag(beta) K K^T * D)        U = A^-1 diag(beta) (V - diag(g) K S)
     O = diag(g) Q S + (Q K^T * D) U                              S' = g_L S + (diag(D_L) K)^T U
 
-All arithmetic and the states of the rule are float32.
+The arithmetic and the states are float32.
 
 Legend: T packed tokens, S sequences, B rows of one token, H heads, k key size, v value size, C
 channels, K taps of the convolution, L tokens of a chunk, N chunks, A active sequences.
@@ -30,12 +30,9 @@ from torch import Tensor
 def convolve(
     x_TC: Tensor, weight_CK: Tensor, lengths: Sequence[int], state_SCK: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return silu of each sequence's causal depthwise convolution [T, C], and the new state in its
-    dtype.
-
-    The state [S, C, K - 1] is the last inputs, the newest last; None: zeros. ValueError for lengths
-    that do not fit.
-    """
+    """Return silu of each sequence's causal depthwise convolution [T, C], and the new state. The
+    state [S, C, K - 1] is the last inputs, the newest last; None: zeros. ValueError for lengths
+    that do not fit."""
     _check_lengths(lengths, len(x_TC))
     taps = weight_CK.shape[1]
     if state_SCK is None:

@@ -80,8 +80,8 @@ def check_evictions(
     windows: Sequence[int] = (),
 ) -> None:
     """Raise ValueError, with the field, unless a model can replay the evictions: it has no windows,
-    positions ascend within the context, all heads drop equally many keys at each compaction, and no
-    key is dropped before it exists."""
+    positions ascend, all heads drop equally many keys at once, and no key is dropped before it
+    exists."""
     after = evictions.after
     if (evictions.layers, evictions.heads) != (layers, heads):
         raise ValueError(
@@ -215,7 +215,7 @@ class _Portion:
         self.queries_C = tokens_of(
             [(s.start + s.begin, s.start + s.end) for s in stretches], device
         )
-        # each key-value head has its own keys, as a sequence of `suffixes`
+        # each key-value head is a sequence of `suffixes`
         lengths = [stretch.end - stretch.begin for stretch in stretches] * self.num_heads
         totals = [stretch.keys for stretch in stretches] * self.num_heads
         self.attend = suffixes(lengths, totals, device, stacked=True)

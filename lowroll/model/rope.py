@@ -69,7 +69,7 @@ def _kept_yarn(rope: Rope, scaling: RopeScaling) -> Tensor:
 
 def head_order(spec: ModelSpec) -> Tensor | None:
     """Return the order in which kernels need a head's numbers, int64 [d], or None for their own:
-    they rotate number i with number i + d/2. ValueError where layers need different ones."""
+    they rotate number i with number i + d/2. ValueError where layers differ."""
     orders = {_order(rope, spec.head_dim) for rope in spec.ropes}
     if len(orders) > 1:
         raise ValueError("rope_parameters: all layers must rotate the same numbers of a head")
@@ -78,8 +78,7 @@ def head_order(spec: ModelSpec) -> Tensor | None:
 
 
 def _order(rope: Rope, head_dim: int) -> tuple[int, ...]:
-    """Return the firsts of all pairs, then the seconds. Unrotated numbers make pairs of frequency
-    0."""
+    """Return the firsts of all pairs, then the seconds. Unrotated numbers make pairs."""
     if rope.interleaved:
         firsts, seconds = range(0, rope.dims, 2), range(1, rope.dims, 2)
     else:
@@ -90,7 +89,7 @@ def _order(rope: Rope, head_dim: int) -> tuple[int, ...]:
 
 
 def rotations(pos_T: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (cos, sin) of every token's angles, each [T, 1, d/2] float32, or [R, T, 1, d/2] of
+    """Return (cos, sin) of every token's angles, float32 [T, 1, d/2], or [R, T, 1, d/2] of
     frequencies [R, d/2]."""
     angles = pos_T.float()[:, None, None] * freqs[..., None, None, :]
     return angles.cos(), angles.sin()

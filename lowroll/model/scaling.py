@@ -40,11 +40,9 @@ def why_not(spec: ModelSpec) -> str | None:
 
 @torch.no_grad()
 def scale(model: Transformer, s: float) -> Transformer:
-    """Scale a dense model in place. s = 1 is the identity, bit for bit.
-
-    ValueError, before anything changes, for an s that is not finite and positive, or a model that
-    is scaled, quantized, or has an adapter (trained on the unscaled norms).
-    """
+    """Scale a dense model in place. s = 1 is the identity, bit for bit. ValueError, before anything
+    changes, for an s that is not finite and positive, or a model that is scaled, quantized, or has
+    an adapter."""
     if not (math.isfinite(s) and s > 0):
         raise ValueError(f"uaq_scale: must be finite and positive, is {s}")
     if applied(model) is not None:

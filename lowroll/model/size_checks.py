@@ -44,7 +44,7 @@ def check_files(path: Path, spec: ModelSpec, tensors: int, stored: int) -> None:
 
 def check_memory(path: Path, spec: ModelSpec, bits: float, device: torch.device | str) -> None:
     """Raise ValueError for the key of `path` that exceeds the device's memory, with both numbers.
-    bits: of a parameter, at least."""
+    bits: of a parameter."""
     name_bytes = spec.num_layers * (LAYER_NAMES + spec.mixture.num_experts * EXPERT_NAMES)
     needed_bytes, memory = int(spec.num_parameters * bits / 8) + name_bytes, total_memory(device)
     if memory is not None and needed_bytes > memory:

@@ -119,7 +119,7 @@ class ModelSpec:
     update_scale: float = 1.0  # of the updates by attention and MLP
     hidden_scale: float = 1.0  # of the last hidden states
     mixture: MixtureSpec = MixtureSpec()
-    # prefixes of tensors in the source folder: of all, and of those that are not read
+    # prefixes of all tensors in the source folder, and of those not read
     stored_prefix: str = field(default="model.", compare=False)
     unused: tuple[str, ...] = field(default=(), compare=False)
     stored_stacked: bool = field(default=False, compare=False)
@@ -182,8 +182,8 @@ class ModelSpec:
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """Read the spec of a Hugging Face folder, with the eos ids of generation_config.json.
-    ValueError names the file and the key."""
+    """Read the spec of a Hugging Face folder, with all its eos ids. ValueError names the file and
+    the key."""
     config = read_config(folder)
     try:
         spec = spec_from_config(config)
@@ -331,7 +331,7 @@ def _family(config: dict[str, Any]) -> Family:
 
 def _parse_with_transformers(config: dict[str, Any], family: Family) -> dict[str, Any]:
     """Return the attributes of transformers' configuration. Sizes are checked first, as the class
-    builds a list of all layers."""
+    lists all layers."""
     for key in _INTEGER_KEYS:
         is_required = key in _REQUIRED_KEYS and key not in family.lacks
         if is_required or config.get(key) is not None:

@@ -1,8 +1,8 @@
 """The tokenizer and chat template of a model folder, through transformers, whose import takes
 seconds.
 
-Drawn tokens are never re-encoded: `ChatTokenizer.encode_turn` adds the text that the template puts
-after a mark in place of the assistant's text.
+Drawn tokens are never re-encoded: `encode_turn` adds the text that the template puts after a mark
+in place of the assistant's text.
 """
 
 from __future__ import annotations
@@ -260,8 +260,7 @@ class ChatTokenizer:
         return call_format
 
     def turn(self, token_ids: list[int], tools: bool = False) -> Message:
-        """Convert a response to a chat message. tools: with its calls and the reasons of invalid
-        ones."""
+        """Convert a response to a chat message. tools: with calls and the reasons of invalid ones."""
         content = self.decode(token_ids)
         if not tools:
             return {"role": "assistant", "content": content}

@@ -157,7 +157,7 @@ class Block(nn.Module):
 
     @property
     def mixer_reader(self) -> Linear | None:
-        """The matrix that reads the norm in front of attention; None in a recurrent layer."""
+        """The matrix that reads the norm before attention; None in a recurrent layer."""
         if self.delta is not None:
             return None
         return self.qkv if self.latent is None else self.latent.qkv_a
@@ -322,11 +322,8 @@ def run_block(
 
 
 class Transformer(nn.Module):
-    """The decoder. Parameters are uninitialized: `lowroll.model.hf.load` or `initialize` fills
-    them.
-
-    A trainer may replace `run_block` and `read_blocks` (`trainer.recompute`, `parallel.sharding`).
-    """
+    """The decoder, uninitialized until `lowroll.model.hf.load` or `initialize`. A trainer may
+    replace `run_block` and `read_blocks` (`trainer.recompute`, `parallel.sharding`)."""
 
     def __init__(
         self,

@@ -55,7 +55,7 @@ class BlockFormat(WeightOnly):
         raise NotImplementedError
 
     def compact(self, q: QTensor) -> ordered.Compact:
-        """Return the same numbers for `ordered.compact_product`. K is a multiple of GROUP."""
+        """Return the same numbers for `ordered.compact_product`."""
         raise NotImplementedError
 
     def linear(

@@ -79,8 +79,8 @@ class BFloat16(Dense):
 
 
 def over(w_NK: Tensor) -> QTensor | None:
-    """Wrap a matrix as a QTensor over its own storage; None when no dense format has its dtype.
-    After a write to the storage, call `renew`."""
+    """Wrap a matrix as a QTensor over its own storage, or return None for another dtype. After a
+    write to the storage, call `renew`."""
     name = of(w_NK.dtype)
     if name is None:
         return None

@@ -39,11 +39,9 @@ EPS = torch.finfo(torch.float32).eps  # the scale of an all-zero channel or grou
 
 @dataclass(eq=False)
 class QTensor:
-    """A quantized matrix: named storages (codes, scales) that never move.
-
-    `packed` holds what kernels derived from `tensors` (`derive`), such as oneDNN's layout. When the
-    codes change, it is dropped on CPU and recomputed elsewhere in place, for CUDA graphs.
-    """
+    """A quantized matrix: named storages that never move. `packed` holds what kernels derived from
+    `tensors` (`derive`), such as oneDNN's layout. When the codes change, it is dropped on CPU and
+    recomputed elsewhere in place, for CUDA graphs."""
 
     format: str
     shape: tuple[int, int]
@@ -163,7 +161,7 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def divide(x: Tensor, divisor: float) -> Tensor:
-    """Divide with one rounding on every device; CUDA multiplies by a scalar's rounded reciprocal."""
+    """Divide with one rounding; CUDA multiplies by a scalar's rounded reciprocal."""
     return x / torch.full_like(x, divisor)
 
 
@@ -194,7 +192,7 @@ class Format(ABC):
     bits: float  # per weight, with the scales of groups
     group: int | None = None  # weights of a row that share a scale; None: all
     once: tuple[str, ...] = ()  # stored tensors with one entry a matrix
-    stored_as: str | None = None  # another format with the same stored tensors
+    stored_as: str | None = None  # a format with the same stored tensors
     dtype: torch.dtype | None = None  # of a dense format
     fallback: str = OWN  # the guard's next format; "": none
 
@@ -228,7 +226,7 @@ class Format(ABC):
         """Return codes and scales of a finite matrix."""
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
-        """Encode into existing storages. amax_1: the largest magnitude, float32."""
+        """Encode into existing storages. amax_1: the largest magnitude."""
         for name, value in self.encode(w_NK).items():
             tensors[name].copy_(value)
 
@@ -292,15 +290,15 @@ class Format(ABC):
         return {}
 
     def read_beside(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return further stored tensors of a file. ValueError names the wrong suffix."""
+        """Return further stored tensors. ValueError names the wrong suffix."""
         return {}
 
     def cut(self, q: QTensor, rows: Sequence[int]) -> list[QTensor]:
-        """Return copies of the parts of `rows` rows each. ValueError when a block spans two parts."""
+        """Return copies of parts of `rows` rows. ValueError when a block spans two parts."""
         return [part.clone() for part in self.split(q, rows)]
 
     def split(self, q: QTensor, rows: Sequence[int]) -> list[QTensor]:
-        """Return the parts as `cut`, over the storages of `q`."""
+        """Return the parts over the storages of `q`."""
         assert sum(rows) == q.shape[0]
         parts = [QTensor(self.name, (size, q.shape[1]), {}) for size in rows]
         for name, tensor in q.tensors.items():
@@ -392,8 +390,7 @@ def register_format(format: Format) -> None:
 
 @lru_cache(maxsize=1024)
 def meta_tensors(format: Format, rows: int, columns: int) -> dict[str, Tensor]:
-    """Return a matrix's tensors on the meta device. Without the cache this takes as long as
-    quantizing."""
+    """Return a matrix's tensors on the meta device, which takes as long as quantizing."""
     return format.encode(torch.empty((rows, columns), device="meta"))
 
 

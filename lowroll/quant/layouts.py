@@ -79,7 +79,7 @@ class StoredLayout:
         return stored_headers | form.headers_beside()
 
     def decode(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> QTensor:
-        """Return the matrix of a file's tensors (by suffix). ValueError names the wrong suffix."""
+        """Return the matrix of a file's tensors. ValueError names the wrong suffix."""
         form = get_format(self.format)
         expected_tensors = meta_tensors(form, *shape)
         if self.unpacked:

@@ -80,7 +80,7 @@ class Mixed(Format):
 
 
 def title(name: str) -> str:
-    """Return a format's name for a person; of a mixture, its formats and mean bits."""
+    """Return a format's name for a person."""
     if not name.startswith(PREFIX):
         return name
     form = get_format(name)

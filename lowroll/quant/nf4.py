@@ -1,5 +1,4 @@
-"""NF4 W4A16: 16 levels at the quantiles of a normal distribution, one absmax for 64 weights; with
-double quantization.
+"""NF4 W4A16: 16 levels at the quantiles of a normal distribution, one absmax for 64 weights.
 
     c = absmax of 64 consecutive weights of the flattened matrix,   q = nearest level to w / c,   w^ = level[q] c
 
@@ -7,9 +6,9 @@ Levels and layout are bitsandbytes' (QLoRA, arXiv 2305.14314, section 3 and appe
 over the row-major matrix, the last may be short; two codes a byte, the first in the HIGH half; a
 midpoint belongs to the lower level.
 
-`nf4_dq` keeps the absmax in 8 bits: less their mean, blocks of 256 are scaled to [-1, 1] and
-rounded to 256 levels of dynamic precision (arXiv 1511.04561): +-0.1 ... 1 in 2^i steps, times 10^(i
-- 6), i = 0..6, with 0 and 1.
+`nf4_dq` keeps the absmax in 8 bits (double quantization): less their mean, blocks of 256 are scaled
+to [-1, 1] and rounded to 256 levels of dynamic precision (arXiv 1511.04561): +-0.1 ... 1 in 2^i
+steps, times 10^(i - 6), i = 0..6, with 0 and 1.
 
     absmax^ = level[code] * nested_absmax[block // 256] + nested_offset
 

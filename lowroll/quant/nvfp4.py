@@ -5,10 +5,8 @@
     q    = e2m1(clamp(w / (s_b / g), -6, 6))         w^ = q (s_b / g)
 
 An amax of 0, or so small that g overflows, gives g = 1. The layout is compressed-tensors'
-`nvfp4-pack-quantized` (QeRL, section 2 and Eq. 6).
-
-A fused matrix quantized here has one g. Parts from a file with different g keep them, one a row:
-`weight_global_scale` [N].
+`nvfp4-pack-quantized` (QeRL, section 2 and Eq. 6). Parts from a file with different g keep one a
+row: `weight_global_scale` [N].
 
 Legend: `quant`.
 """

@@ -50,7 +50,7 @@ class PackedWeights:
 
     @property
     def format(self) -> str | None:
-        """The format with the same codes; None where a matrix becomes dense."""
+        """The format with the same codes, if any."""
         if self.bits != 4 or self.size != GROUP or not self.ordered:
             return None
         return Int4.name if self.symmetric else Int4Asymmetric.name
@@ -62,8 +62,7 @@ class PackedWeights:
         return f"{self.method} ({self.bits} bits, {group}{order})"
 
     def headers(self, shape: tuple[int, int]) -> dict[str, Header]:
-        """Return the headers of a matrix's tensors, by suffix. ValueError for a shape of no whole
-        words."""
+        """Return the headers of a matrix, by suffix. ValueError for a shape of no whole words."""
         num_out, num_in = shape
         codes_per_word = 32 // self.bits
         if num_out % codes_per_word or (self.method == "gptq" and num_in % codes_per_word):
@@ -79,8 +78,8 @@ class PackedWeights:
         return stored_headers | {"qweight": qweight, "g_idx": ((num_in,), ("I32",))}
 
     def decode(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> QTensor | Tensor:
-        """Return the matrix of a file's tensors (by suffix): in `format`, or dense float32.
-        ValueError names the wrong suffix."""
+        """Return the matrix of a file's tensors: in `format`, or dense float32. ValueError names
+        the wrong suffix."""
         scale_NG = stored["scales"].float().t().contiguous()
         if not bool(torch.isfinite(scale_NG).all()):
             raise ValueError("scales: holds a non-finite value")

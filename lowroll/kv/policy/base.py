@@ -25,14 +25,14 @@ if TYPE_CHECKING:  # the scheduler has no torch
 class CachePolicy(ABC):
     """A policy for the number of keys in a sample's cache.
 
-    Contract: a cache that was just compacted, or just received its prompt, has room for at least
-    one key: room(kept(n)) >= 1 and room(after_prompt(n)) >= 1.
+    Contract: a cache that was just compacted, or just received its prompt, has room for a key:
+    room(kept(n)) >= 1 and room(after_prompt(n)) >= 1.
     """
 
     name: str  # BehaviorTag.kv_policy
     budget: int | None  # BehaviorTag.kv_budget; None keeps every key
     # Tokens at the end of a prompt that run even if their pages are cached, so that a policy
-    # observes their queries. At least 1, for the logits.
+    # observes them. At least 1, for the logits.
     window: int = 1
 
     @abstractmethod
@@ -67,8 +67,8 @@ class CachePolicy(ABC):
 
 
 class Selector(ABC):
-    """The device side of a policy, which may keep state for each slot, layer and KV head. Methods
-    are called in stream order. Storage that a decode graph reads must not move."""
+    """The device side of a policy, with a state for each slot, layer and KV head. Methods are
+    called in stream order. Storage that a decode graph reads must not move."""
 
     watches: bool = False
 
@@ -135,9 +135,9 @@ class Footprint:
 
     prompt: int  # while it runs
     base: int  # keys, not pages, that every sample begins with
-    compacted: int  # more pages, for the base of a compacted prompt
+    compacted: int  # more pages, for a compacted base
     evicts: bool  # while a sample decodes
-    writer: int  # most pages of a sample that appends to the base's last page
+    writer: int  # most pages of a sample that extends the base's last page
     sibling: int  # most pages of a sample that copies that page first
 
     @property

@@ -1,7 +1,6 @@
 """A record of the keys that a cache policy dropped, for the replay of a sample (`model.replay`).
-
-Only the positions of dropped keys go to the host: one tensor for all layers of a batch of
-compactions, read in `settle` while the device runs on.
+Only their positions go to the host: one tensor for all layers of a batch of compactions, read in
+`settle` while the device runs on.
 
 Legend: `kv`; E keys that are dropped, T positions.
 """
@@ -69,7 +68,7 @@ class CompactionRecorder:
         self._untold.append(partial(self._begin, tuple(slots)))
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy records (source, target); all are read before one is written."""
+        """Copy records as `Selector.copy`."""
         num_held = dict(self._num_held)
         for source, target in pairs:
             self._num_held[target] = num_held.get(source, 0)

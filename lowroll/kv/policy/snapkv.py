@@ -53,8 +53,7 @@ class SnapKV(Bounded):
         return num_slots(max_batch) * self.window * token
 
     def scores(self, q_BAHd: Tensor, k_BGNd: Tensor, lengths_B: Tensor) -> Tensor:
-        """Return scores [B, G, N], float32, of which keys 0..length - window - 1 are read. q_BAHd:
-        in any order."""
+        """Return scores [B, G, N], float32, of which keys 0..length - window - 1 are read."""
         return importance(q_BAHd, k_BGNd, lengths_B, self.kernel)
 
     def paged_scores(self, ring_LSAHd: Tensor, cache: KVCache, rows: DecodeRows) -> Tensor:

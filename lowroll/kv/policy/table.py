@@ -1,8 +1,4 @@
-"""The table of cache policies, importable without torch.
-
-A policy is one file of this folder and one row, which has its options with their defaults and
-bounds.
-"""
+"""The table of cache policies, importable without torch. A policy is one file and one row."""
 
 from __future__ import annotations
 

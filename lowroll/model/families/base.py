@@ -1,4 +1,4 @@
-"""Descriptions of model families: norms, positions, windows, and the defaults, which are Llama's."""
+"""Descriptions of model families. The defaults are Llama's."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """A change of the frequencies for long contexts.
-
-    kind: `linear`, `llama3` or `yarn`. low and high: llama3's frequency factors, YaRN's `beta_slow`
-    and `beta_fast`. magnitude: factor of cos and sin. truncate: YaRN's borders are whole pairs.
-    """
+    """A change of the frequencies for long contexts. kind: `linear`, `llama3` or `yarn`. low and
+    high: llama3's frequency factors, YaRN's `beta_slow` and `beta_fast`. magnitude: factor of cos
+    and sin. truncate: YaRN's borders are whole pairs."""
 
     kind: str
     factor: float
@@ -106,8 +104,7 @@ class DeltaSpec:
 @dataclass(frozen=True)
 class LatentSpec:
     """The sizes of multi-head latent attention. query_rank, kv_rank: of the latents; query_rank 0:
-    queries have none. A head of q and k has nope_dim numbers, then rope_dim rotated ones; one of v
-    has value_dim."""
+    queries have none. A head of q and k has nope_dim numbers, then rope_dim rotated ones."""
 
     query_rank: int
     kv_rank: int

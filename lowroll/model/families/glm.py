@@ -72,7 +72,7 @@ def shared_mixture(values: Values) -> MixtureSpec:
 
 
 def layers_of_drafts(values: Values) -> tuple[str, ...]:
-    """Return the prefixes of the tensors of layers that draft tokens, behind the last one."""
+    """Return the prefixes of the tensors of layers that draft tokens."""
     layers = integer(values, "num_hidden_layers")
     drafts = count(values, "num_nextn_predict_layers", 0)
     if drafts > layers:
