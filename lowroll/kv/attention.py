@@ -112,7 +112,7 @@ class PagedAttention:
 
 
 class _ExactAttention:
-    """Attention of chunks over the cache, bitwise as of decoded rows."""
+    """Attention of chunks, bitwise as of decoded rows."""
 
     def __init__(self, cache: KVCache, chunks: list[PromptChunk]) -> None:
         self.cache = cache
@@ -172,7 +172,7 @@ class MixedAttention:
 
 
 def portions(chunks: list[PromptChunk]) -> Iterator[list[PromptChunk]]:
-    """Group chunks to gather at once: MOST_GATHERED tokens, or a single chunk."""
+    """Group chunks of MOST_GATHERED tokens, or single ones."""
     portion: list[PromptChunk] = []
     for chunk in chunks:
         if portion and sum(c.stop for c in portion) + chunk.stop > MOST_GATHERED:

@@ -31,11 +31,10 @@ class KVCache:
     """Storage of `num_pages` pages a layer, zero-filled so that an unwritten slot holds no NaN.
 
     dtype: of the keys and values that it takes and gives. `buffers`: for each of `columns` the
-    tensors [pages, page, G, width] of all layers. `virtual_memory` backs them on CUDA where
-    supported.
+    tensors [pages, page, G, width] of all layers.
     """
 
-    skips_negative_slots = True  # `write` skips their tokens
+    skips_negative_slots = True
     exact = False  # see `Transformer.be_exact`
 
     def __init__(
@@ -151,7 +150,7 @@ class KVCache:
         return self.keys, table_BP
 
     def decode(self, layer: int, inputs: AttentionInputs, rows: DecodeRows) -> Tensor:
-        """Append each row's new key and value, and attend over the layer's window."""
+        """Append each row's new key and value, and attend."""
         q_BHd, k_BGd, v_BGd, sinks_H = inputs
         new_rows = (q_BHd, k_BGd, v_BGd)
         cached = (self.keys[layer], self.values[layer], rows.table_BP, rows.lengths_B)

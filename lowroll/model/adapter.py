@@ -30,7 +30,7 @@ from lowroll.quant.formats import QTensor, float_product, multiplicand
 
 
 class AdaptedPart(NamedTuple):
-    """An adapted part of a fused matrix, and its block of B [N, L]."""
+    """An adapted part, and its block of B [N, L]."""
 
     name: str
     rows: slice
@@ -64,7 +64,7 @@ class Adapter(nn.Module):
         return self.alpha / self.held_rank
 
     def hold(self, rank: int, alpha: float, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Copy (A [rank, K], B [N_part, rank]) of parts in place, zero-padded to this rank."""
+        """Copy (A [rank, K], B [N_part, rank]) of parts in place, zero-padded."""
         self.held_rank, self.alpha, self.held = rank, alpha, frozenset(pairs)
         for part, a_RK in self.a.items():
             b_NR = self.b[part]

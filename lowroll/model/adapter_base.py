@@ -131,7 +131,7 @@ def base_of(folder: Path) -> str:
 
 
 def read_adapter_config(path: Path) -> dict[str, Any]:
-    """Read a LoRA adapter's config. ValueError for another kind of adapter."""
+    """Read a LoRA adapter's config. ValueError for another kind."""
     config = read_json(path)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise ValueError(f"{path}: peft_type: expected LORA")

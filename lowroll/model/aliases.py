@@ -53,7 +53,7 @@ KNOWN = {
 
 
 def place_of(name: str) -> Path:
-    """Return the path of the model's folder, fetched or not. ValueError lists the names."""
+    """Return the path of the model's folder. ValueError lists the names."""
     if name not in KNOWN:
         raise ValueError(f"unknown model {printable(name)!r}; known: {', '.join(KNOWN)}")
     known = KNOWN[name]
@@ -61,8 +61,7 @@ def place_of(name: str) -> Path:
 
 
 def folder_of(name: str, key: str = "model") -> Path:
-    """Return the folder of a fetched model. ValueError names the command that fetches it. key: the
-    setting."""
+    """Return the folder of a fetched model. ValueError names the command that fetches it."""
     folder = place_of(name)
     if not folder.is_dir():
         raise ValueError(

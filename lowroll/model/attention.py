@@ -326,7 +326,7 @@ def _attend_stacks(
     inputs: AttentionInputs, shapes: list[tuple[int, int]], masks: list[Tensor | None]
 ) -> Tensor:
     """Compute attention of packed tokens, sorted by length. shapes: (count, length). masks: added
-    to the scores [L, L]; None: causal without a window."""
+    to scores [L, L]; None: causal without a window."""
     q_THd, k_TGd, v_TGd, sinks_H = inputs
     sizes = [count * length for count, length in shapes]
     outputs = []

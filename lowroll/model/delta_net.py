@@ -84,8 +84,8 @@ def packed_recurrence(lengths: Sequence[int]) -> Recur:
 
 
 class GatedDeltaNet(nn.Module):
-    """The token mixer of a layer, uninitialized. The matrix of b and a is never quantized: it is
-    small, and decides how long a state remembers."""
+    """A layer's token mixer, uninitialized. The matrix of b and a is never quantized: it is small,
+    and decides how long a state remembers."""
 
     def __init__(
         self,

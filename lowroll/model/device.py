@@ -8,9 +8,8 @@ from lowroll import machine
 
 
 def pick_device(device: str | torch.device = "auto") -> torch.device:
-    """Return the device; `auto` is CUDA when there is one. A CUDA device gets an index, and becomes
-    the current one, on which kernels are launched: call this first. ValueError when CUDA is
-    missing."""
+    """Return the device; `auto` is CUDA when there is one. A CUDA device becomes the current one,
+    on which kernels are launched: call this first. ValueError when CUDA is missing."""
     if str(device) == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     picked = torch.device(device)

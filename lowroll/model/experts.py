@@ -105,7 +105,7 @@ class StackedLinear(Linear):
         super().set_weight(weight)
 
     def products(self, x_PK: Tensor, groups: Groups) -> Tensor:
-        """Multiply sorted rows with their experts' matrices: [P, N], with biases."""
+        """Multiply sorted rows with their experts' matrices: [P, N]."""
         y_PN = self.multiply(x_PK, groups)
         if self.bias is None:
             return y_PN

@@ -75,7 +75,7 @@ def refuse_two_rotations(spec: ModelSpec, what: object) -> None:
 
 
 def read_folder_layout(folder: Path) -> Layouts | None:
-    """Read the layout of a folder's linear layers; None when dense. ValueError names file and key."""
+    """Read the layout of a folder's linear layers; None: dense. ValueError names file and key."""
     config = read_config(folder).get("quantization_config")
     if not config:
         return None
@@ -271,7 +271,7 @@ def _check_tied(folder: Path, embedding: str, files: dict[str, Path]) -> None:
 
 
 def stored_parameters(spec: ModelSpec, layout: Layouts | None) -> dict[str, dict[str, Header]]:
-    """Return the headers of the tensors of each parameter, by internal name. ValueError as
+    """Return the headers of each parameter's tensors, by internal name. ValueError as
     `StackedTensor.headers`."""
     stacks = stacked.stored_tensors(spec)
     in_mxfp4 = isinstance(layout, ExpertsInMXFloat4)

@@ -167,7 +167,6 @@ def stored(folder: Path) -> tuple[ModelSpec, dict[str, Path], dict[str, Tensor]]
             part_files |= {part: files[part] for part in parts}
             tensors |= {part: found[part] for part in parts}
             continue
-        # one tensor has all experts
         stack = stacks[name]
         rows = [part_rows(spec, part, shape[0]) for part in parts]
         pieces = stack.by_expert(found.pop(stack.name)).split(rows)
@@ -179,9 +178,9 @@ def stored(folder: Path) -> tuple[ModelSpec, dict[str, Path], dict[str, Tensor]]
 def _load_adapted(
     folder: Path, device: torch.device | str, dtype: torch.dtype | None, weights: str | None
 ) -> Transformer:
-    """Load an adapter's base as the run made it, and add the adapter."""
+    """Load an adapter's base as the run, if any, made it, and add the adapter."""
     base, base_folder = bases.read(folder), bases.base_of(folder)
-    if base is None:  # no run made it
+    if base is None:
         return lora.load(load(base_folder, device, dtype, weights), folder).eval()
     loaded_format = base.weights if base.rounds else weights
     if base.uaq_scale is not None:

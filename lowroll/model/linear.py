@@ -82,7 +82,7 @@ class Linear(nn.Module):
 
     @property
     def row_kind(self) -> str | None:
-        """The kind of quantized rows that the layer accepts; None: plain activations."""
+        """The kind of quantized rows that the layer reads, if any."""
         return None
 
     def read(self, x_TK: Tensor) -> Tensor | QuantizedRows:
@@ -97,11 +97,8 @@ class Linear(nn.Module):
     def base_and_update(
         self, x_TK: Tensor | QuantizedRows
     ) -> tuple[Tensor | Product, Update | None]:
-        """Return the product, and the adapter's update that it lacks, or None.
-
-        On a device a reader adds the update by tiles, and its gradient is that of the sum
-        (`kernels.training.swiglu_lora`).
-        """
+        """Return the product, and the adapter's update that it lacks, or None. On a device a reader
+        adds the update, and its gradient is that of the sum (`kernels.training.swiglu_lora`)."""
         adapter = self.adapter
         if (
             adapter is None

@@ -102,7 +102,7 @@ class _TokenLogProbs(torch.autograd.Function):
             slope_TD = torch.empty_like(hidden_TD)
             buffer_CV = weight_VD.new_empty(min(chunk, len(hidden_TD)), len(weight_VD))
         num_kept = _kept(hidden_TD) if needs_weight else 0
-        ctx.kept = {}  # G by chunk
+        ctx.kept = {}
         for i, rows in enumerate(_chunks(hidden_TD, chunk)):
             if exact:
                 logits_CV = ordered.product(hidden_TD[rows], weight_VD, dtype=torch.float32)

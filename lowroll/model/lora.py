@@ -150,7 +150,7 @@ def attention_targets(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def adapted_parts(parts: Iterable[str], targets: Sequence[str]) -> list[str]:
-    """Return the adapted parts: those named, and a fused matrix all of whose parts are."""
+    """Return the adapted parts: those named, and a fused matrix whose parts all are."""
     return [
         part
         for part in parts
@@ -304,7 +304,7 @@ def write_tensors(
     base: str,
     revision: str | None = None,
 ) -> None:
-    """Write an adapter's tensors and config. ValueError unless they are those of one adapter."""
+    """Write an adapter's tensors and config. ValueError unless they are of one adapter."""
     ranks = {t.shape[0] for name, t in tensors.items() if name.endswith(".lora_A.weight")}
     parts = {name.split(".")[-3] for name in tensors}
     if len(ranks) != 1 or not parts <= set(_NAMES):

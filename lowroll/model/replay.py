@@ -49,7 +49,7 @@ def pack_evictions(numbers_LGT: Tensor, after: Sequence[int]) -> Evictions:
 
 
 def unpack_evictions(evictions: Evictions) -> Tensor:
-    """Return `pack_evictions`'s numbers [L, G, T], uint8 or int16. ValueError for invalid data."""
+    """Return `pack_evictions`'s numbers [L, G, T]. ValueError for invalid data."""
     after = evictions.after
     length = after[-1] + 1 if after else 0
     dtype = torch.uint8 if len(after) <= IN_A_BYTE else torch.int16
@@ -120,7 +120,7 @@ def replayed(
     starts = list(accumulate(lengths, initial=0))[:-1]
     stretches: list[_Stretch] = []
     numbers_by_sequence: list[Tensor] = []
-    dense_lengths: list[int] = []  # of each sequence up to its first compaction
+    dense_lengths: list[int] = []  # up to the first compaction
     for start, length, record in zip(starts, lengths, evictions, strict=False):
         # a compaction after the last token changes nothing
         begins = [] if record is None else [p + 1 for p in record.after if p + 1 < length]

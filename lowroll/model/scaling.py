@@ -7,8 +7,7 @@ The function stays, and updates are relatively larger: SGD's by s^2, those of Ad
 they flip more codes (docs/algorithms.md).
 
 An s that is no power of two rounds a bfloat16 weight once more; so does every s in norms of 1 + w,
-whose weight becomes s (1 + w) - 1. The config records s, so that a saved model is not scaled again.
-Noise on norms (`weights.noise`) grows by s.
+whose weight becomes s (1 + w) - 1.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ class _Reader:
     def read(
         self, path: Path, start: int, target_B: Tensor, ready: torch.cuda.Event | None
     ) -> torch.cuda.Event | None:
-        """Read bytes of a file into `target_B`. On a GPU they arrive by the returned event."""
+        """Read bytes of a file. On a GPU they arrive by the returned event."""
         if ready is None:
             self.fill(path, start, target_B)
             return None

@@ -100,7 +100,7 @@ class ModelSpec:
     max_position: int
     tie_embeddings: bool
     eos_ids: tuple[int, ...]
-    ropes: tuple[Rope, ...]  # kinds of positions
+    ropes: tuple[Rope, ...]
     layers: tuple[LayerSpec, ...] = ()  # empty: all as `LayerSpec()`
     qkv_bias: bool = False
     o_bias: bool = False
@@ -147,7 +147,7 @@ class ModelSpec:
 
     @property
     def adds_plainly(self) -> bool:
-        """True if a block's stream is x + f(norm(x)), as calibration assumes."""
+        """True if a block computes x + f(norm(x)), as calibration assumes."""
         others = (self.delta, self.latent)
         return self.norms == PRE_NORMS and self.update_scale == 1.0 and others == (None, None)
 

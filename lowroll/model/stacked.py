@@ -59,7 +59,7 @@ class StackedTensor:
         }
 
     def by_expert(self, stored: Tensor) -> Tensor:
-        """Return a dense stored tensor as the decoder has it: [E N, K], or [E N] of a bias."""
+        """Return a dense stored tensor as in the decoder: [E N, K], or [E N] of a bias."""
         if self.by_columns and self.columns is not None:
             stored = stored.transpose(1, 2)
         return self._in_order(stored).flatten(0, 1).contiguous()

@@ -111,7 +111,7 @@ class Template:
 
 
 def check_template_kwargs(given: Mapping[str, Any], special_tokens: Iterable[str] = ()) -> None:
-    """Raise ValueError for a reserved variable or an invalid name."""
+    """Raise ValueError for a reserved or invalid name."""
     for name in given:
         if name in RESERVED or name in special_tokens:
             raise ValueError(

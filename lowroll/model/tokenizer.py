@@ -20,7 +20,6 @@ from lowroll.types import Message, Turn, printable
 
 _VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _LARGE_FILES = (*_VOCABULARY_FILES, "merges.txt", "chat_template.jinja")
-# marks in a rendered conversation
 _TURN_MARK, _NEXT_MARK = "LOWROLLMARK", "LOWROLLNEWS"
 _EARLIER_MESSAGES: list[Message] = [{"role": "user", "content": "a"}]
 _MARKED_TURN: list[Message] = [*_EARLIER_MESSAGES, {"role": "assistant", "content": _TURN_MARK}]
@@ -220,7 +219,6 @@ class ChatTokenizer:
         return bool(self.tokenizer.decode([token])) and not self.decode([token])
 
     def _behind(self, messages: list[Message], open_turn: bool) -> str:
-        """Return the text after the mark. ValueError when the template drops the mark."""
         _, mark, suffix = self.render(messages, open_turn).partition(_TURN_MARK)
         if not mark:
             raise ValueError(
@@ -269,7 +267,7 @@ class ChatTokenizer:
         return read(self.tool_format, marked).message(content)
 
     def encode_response(self, text: str) -> list[int]:
-        """Return the ids of an assistant turn with its eos id. ValueError without one."""
+        """Return the ids of an assistant turn and its eos. ValueError without an eos."""
         if self.tokenizer.eos_token_id is None:
             raise ValueError(
                 "tokenizer: it has no end-of-sequence token (eos_token in tokenizer_config.json) "

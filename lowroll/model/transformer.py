@@ -44,7 +44,7 @@ COMPACT_HEAD_ROWS = 4  # more take longer than reading float32 (docs/LOG.md)
 
 
 class Block(nn.Module):
-    """Attention and an MLP or experts, each with a residual and with norms (`ModelSpec.norms`)."""
+    """Attention and an MLP or experts, each with a residual and norms (`ModelSpec.norms`)."""
 
     def __init__(
         self,
@@ -441,7 +441,7 @@ class Transformer(nn.Module):
         return cast(ordered.Compact | None, compact)
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
-        """Yield every quantizable linear layer by name."""
+        """Yield every quantizable linear layer."""
         return (
             (name, module) for name, module in self.named_modules() if isinstance(module, Linear)
         )

@@ -390,7 +390,7 @@ def register_format(format: Format) -> None:
 
 @lru_cache(maxsize=1024)
 def meta_tensors(format: Format, rows: int, columns: int) -> dict[str, Tensor]:
-    """Return a matrix's tensors on the meta device, which takes as long as quantizing."""
+    """Return a matrix's tensors on the meta device, cached, as it takes as long as quantizing."""
     return format.encode(torch.empty((rows, columns), device="meta"))
 
 

@@ -1,5 +1,4 @@
-"""FP8 W8A8 in e4m3 (3 bits of mantissa, largest value 448, no infinity), per channel and token or
-in blocks.
+"""FP8 W8A8 in e4m3 (3 bits of mantissa, no infinity), per channel and token or in blocks.
 
     fp8         s_w[n] = amax(|w[n, :]|) / 448                    s_x[m] = max(amax(|x[m, :]|) / 448, 1 / (448 * 512))
     fp8_block   s_w a tile of 128 x 128 weights, amax >= 1e-10    s_x a token and 128 features, the same floor

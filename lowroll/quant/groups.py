@@ -39,7 +39,7 @@ def join(w_NGS: Tensor, num_in: int) -> Tensor:
 
 
 def pack(codes_NK: Tensor, first_high: bool = False) -> Tensor:
-    """Pack codes 0..15 (uint8) two a byte: uint8 [N, ceil(K / 2)]. An odd row ends with a 0."""
+    """Pack codes 0..15 (uint8) two a byte, a 0 at the end of odd rows: uint8 [N, ceil(K / 2)]."""
     codes_NK = F.pad(codes_NK, (0, codes_NK.shape[1] % 2))
     first_NB, second_NB = codes_NK[:, ::2], codes_NK[:, 1::2]
     return first_NB << 4 | second_NB if first_high else second_NB << 4 | first_NB
@@ -54,7 +54,7 @@ def unpack(
 
 
 def encode_e2m1(x: Tensor) -> Tensor:
-    """Return the codes (uint8) of the nearest e2m1 levels; numbers beyond 6 saturate."""
+    """Return the codes (uint8) of the nearest e2m1 levels, saturating."""
     magnitude, codes = x.abs(), (x < 0).to(torch.uint8) * 8
     for code, (low, high) in enumerate(zip(E2M1, E2M1[1:], strict=False)):
         midpoint = (low + high) / 2
@@ -113,7 +113,7 @@ class Packed4(Gridded):
 
 
 class PackedE2M1(Packed4, WeightOnly):
-    """A format of e2m1 codes, two a byte, the first in the low half."""
+    """A format of e2m1 codes, two a byte."""
 
     @abstractmethod
     def steps(self, scales: dict[str, Tensor]) -> Tensor:

@@ -43,7 +43,7 @@ LEVELS = tuple(float(q) for q in range(-8, 8))  # by stored code
 
 
 def pack_words(q_NK: Tensor) -> Tensor:
-    """Pack codes -8..7, eight an int32 word: [N, ceil(K / 8)], with zero bits at the end."""
+    """Pack codes -8..7, eight an int32 word, with zero bits at the end: [N, ceil(K / 8)]."""
     codes_NK = (q_NK + 8).to(torch.uint8)
     return _row_major(pack(F.pad(codes_NK, (0, -codes_NK.shape[1] % 8)))).view(torch.int32)
 

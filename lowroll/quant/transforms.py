@@ -24,7 +24,7 @@ _GROUP_DEFAULTS = {"randomize": False, "requires_grad": False, "precision": "tor
 
 def describe(columns: Mapping[str, int]) -> dict[str, Any]:
     """Return the `transform_config` of a rotated model. columns: in features by kind of matrix or
-    by module."""
+    module."""
     widths = {kind: width(size) for kind, size in columns.items()}
     groups = {}
     for size in sorted(set(widths.values()) - {1}):
@@ -34,8 +34,7 @@ def describe(columns: Mapping[str, int]) -> dict[str, Any]:
 
 
 def read(config: Any) -> dict[str, int]:
-    """Return the width of the blocks by kind of matrix or by module. ValueError for other
-    transforms."""
+    """Return the width of the blocks by kind of matrix or module. ValueError for other transforms."""
     groups = config.get("config_groups") if isinstance(config, dict) else None
     if not isinstance(groups, dict):
         raise ValueError(f"{KEY}.config_groups: expected groups of transforms, got {groups!r}")

@@ -49,11 +49,11 @@ class CachePolicy(ABC):
         compacts."""
 
     def state_bytes(self, spec: ModelSpec, max_batch: int, bytes_per_number: int) -> int:
-        """Return the selector's permanent device memory. bytes_per_number: of queries."""
+        """Return the selector's device memory. bytes_per_number: of queries."""
         return 0
 
     def after_prompt(self, length: int) -> int:
-        """Return the number of keys before the first decode step. Prefill attends to all keys."""
+        """Return the number of keys after prefill, which attends to all keys."""
         return length if self.room(length) else self.kept(length)
 
     def peak(self, cached: int, more: int) -> int:

@@ -32,7 +32,7 @@ def most_held(policy: CachePolicy, spec: ModelSpec) -> int:
 def policy_bytes(
     kv: CachePolicy, spec: ModelSpec, max_batch: int, dtype: torch.dtype, record_evictions: bool
 ) -> int:
-    """Return the device memory of a policy's state, its records, and recurrent layers."""
+    """Return the device memory of a policy's state, records, and recurrent layers."""
     slots = num_slots(max_batch)
     keys = slots * spec.num_layers * spec.num_kv_heads * most_held(kv, spec)
     recorded = keys * torch.int32.itemsize if record_evictions else 0
@@ -58,7 +58,7 @@ class CompactionRecorder:
         self.layers, self.heads = layers, heads
         shape = (layers, slots, heads, most)
         self.held_LSGK = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._num_held: dict[int, int] = {}  # by slot
+        self._num_held: dict[int, int] = {}
         self._histories: dict[int, _History] = {}
         self._untold: list[Callable[[], None]] = []  # events since `settle`
 

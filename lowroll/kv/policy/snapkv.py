@@ -7,8 +7,7 @@ A KV head's score of a key, over the n cached keys and the last A = `window` que
     p_an = softmax of s_a over the first n - A keys
     importance_n = max over n - kernel // 2 .. n + kernel // 2 of mean_a p_an
 
-The last A keys always stay. Ties go to the older key. On CUDA `kernels.kv_eviction` scores all
-layers at once.
+The last A keys always stay. Ties go to the older key.
 
 Legend: `kv`; A queries of the window.
 """
@@ -38,8 +37,8 @@ SCORES = 6  # numbers of a key and head between kernels
 
 @dataclass(frozen=True)
 class SnapKV(Bounded):
-    """The SnapKV policy. window: last queries, which score and whose own keys stay; kernel: an odd
-    number of keys over which a score spreads."""
+    """The SnapKV policy. window: last queries, whose own keys stay; kernel: an odd number of keys
+    over which a score spreads."""
 
     name = "snapkv"
     window: int = WINDOW.default

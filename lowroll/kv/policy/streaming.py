@@ -1,5 +1,6 @@
 """StreamingLLM (arXiv 2309.17453): the first keys, which attention leans on, and the last ones, the
-same in all layers and heads. Stateless."""
+same in all layers and heads.
+"""
 
 from __future__ import annotations
 

@@ -305,7 +305,7 @@ def ropes_by_type(values: Values) -> tuple[Rope, Rope]:
 
 
 def windowed(values: Values, sliding: list[bool]) -> tuple[LayerSpec, ...]:
-    """Return layers, some with `sliding_window`, unless it is as long as the context."""
+    """Return layers, some with `sliding_window`, unless it spans the context."""
     if not any(sliding):
         return ()
     window = integer(values, "sliding_window")
