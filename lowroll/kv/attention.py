@@ -25,8 +25,8 @@ MOST_GATHERED = 1 << 17
 
 @dataclass(frozen=True)
 class PagedDecode:
-    """`attend` for rows of one token, without a gather. `rows.lengths_B` counts the token; a dead
-    row writes nothing."""
+    """`attend` for rows of one token, without a gather. `rows.lengths_B` counts the token; dead
+    rows write nothing."""
 
     cache: KVCache
     rows: DecodeRows

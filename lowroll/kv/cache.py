@@ -64,7 +64,7 @@ class KVCache:
 
     @staticmethod
     def columns(spec: ModelSpec, dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:
-        """Return the width and dtype of each stored part of a token and KV head: keys, then values."""
+        """Return the width and dtype of each stored part of a token and head: keys, then values."""
         return [(spec.head_dim, dtype), (spec.head_dim, dtype)]
 
     @classmethod
@@ -74,7 +74,7 @@ class KVCache:
         return sum(spec.layers_with_keys) * spec.num_kv_heads * bytes_per_head
 
     def adapt(self, model: Transformer) -> bool:
-        """Adapt the storage to the weights. True when stored keys become unreadable."""
+        """Adapt to the weights. True when stored keys become unreadable."""
         return False
 
     def _all(self) -> list[Tensor]:
@@ -130,7 +130,7 @@ class KVCache:
     def write(
         self, layer: int, slots_T: Tensor, k_TGd: Tensor, v_TGd: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values, and return them as `read` would."""
+        """Write keys and values, and return them as `read`."""
         write_pages(self.keys[layer], self.values[layer], slots_T, k_TGd, v_TGd)
         return k_TGd, v_TGd
 

@@ -81,7 +81,7 @@ def capacity(
 ) -> int:
     """Return the tokens of a cache that holds these workloads one after the other.
 
-    free: bytes of free memory. most: a limit in bytes instead of a share of it. Without workloads,
+    free: in bytes. most: a limit in bytes instead of a share of `free`. Without workloads,
     `max_batch` samples are assumed, of `context` tokens with `most`, else shorter beside one of
     `context` tokens.
     """

@@ -25,7 +25,7 @@ from lowroll.model.transformer import Block, Transformer
 
 
 class Float8Cache(KVCache):
-    """An 8-bit KV cache. channels_LGF: int64, the channels with a second code."""
+    """An 8-bit KV cache. channels_LGF: int64, those with a second code."""
 
     skips_negative_slots = False
 

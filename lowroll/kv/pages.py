@@ -4,7 +4,8 @@ al. 2023, arXiv:2309.06180).
 Position t of a sequence is in slot `pages[t // page_size] * page_size + t % page_size`. A page is
 
     held      reference count >= 1: one count a sequence (or group) whose table lists it
-    cached    count 0, but a prefix key names its content: served again, or taken back, least recently used first
+    cached    count 0, but a prefix key names its content: served again, or taken back,
+              least recently used first
     blank     count 0 and no key
 
 A full prompt page is named by a chain of 128-bit blake2b digests: key_j = H(key_{j-1}, tokens of
@@ -114,7 +115,7 @@ class PagePool:
         self.hits += len(pages)
 
     def publish(self, pages: Sequence[int], keys: Sequence[bytes]) -> None:
-        """Name held pages whose K/V are complete. The first page of a key stays."""
+        """Name held pages with complete K/V. The first page of a key stays."""
         for page, key in zip(pages, keys, strict=True):
             assert self._refcount[page] > 0, f"page {page} is not held"
             if not self._caching or key in self._page_of or page in self._key_of:
@@ -123,7 +124,7 @@ class PagePool:
             self._key_of[page] = key
 
     def clear_prefixes(self) -> None:
-        """Forget every key: cached pages become blank; held ones stay held."""
+        """Forget every key: cached pages become blank."""
         self._blank.extend(reversed(self._cached))
         self._cached.clear()
         self._page_of.clear()

@@ -1,5 +1,4 @@
-"""The tokens that a cache policy saves against a dense cache for the same sequences i, each a
-prompt and its response:
+"""The tokens that a cache policy saves against a dense cache for the same sequences i:
 
     saving = 1 - sum_i stored_i / sum_i dense_i        tokens of a layer and head
 

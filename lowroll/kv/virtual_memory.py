@@ -35,7 +35,7 @@ class _Access(ctypes.Structure):
 
 
 class VirtualMemory:
-    """Zero-filled memory of `nbytes` on a CUDA device. RuntimeError names the failed driver call."""
+    """Zero-filled memory on a CUDA device. RuntimeError names the failed driver call."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         torch.zeros(1, device=device)  # creates the device's context
@@ -83,7 +83,7 @@ class VirtualMemory:
             self.mapped = False
 
     def restore(self) -> None:
-        """Map zero-filled memory at the old address. RuntimeError when the device has too little."""
+        """Map zero-filled memory at the old address. RuntimeError for too little memory."""
         if self.mapped:
             return
         create_args = (

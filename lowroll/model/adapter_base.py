@@ -49,7 +49,7 @@ class Base:
 
 
 def of(model: Transformer, uaq_scale: float) -> Base:
-    """Return the base under a model's adapter. uaq_scale: the model's s."""
+    """Return the base under a model's adapter."""
     dtype = str(model.dtype).removeprefix("torch.")
     return Base(model.weight_format, dtype, None if uaq_scale == 1 else uaq_scale)
 
@@ -63,7 +63,7 @@ def write(base: Base, folder: Path) -> None:
 
 
 def read(folder: Path) -> Base | None:
-    """Read an adapter folder's base, if it has one. ValueError names the file and the key."""
+    """Read an adapter folder's base, if any. ValueError names the file and the key."""
     path = folder / FILE
     if not path.exists():
         return None

@@ -128,7 +128,7 @@ def inverse(order_T: Tensor) -> Tensor:
 
 
 def exact_varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend:
-    """Return `varlen`, with its gradient, in which a query's bits depend on it and its keys alone."""
+    """Return `varlen`, with its gradient, where a query's bits depend on it and its keys alone."""
     plain_attention = varlen(lengths, device)
     lengths_S = upload(torch.tensor(lengths, dtype=torch.int32), device)
     invariant_attention = invariant.packed(lengths_S, sum(lengths))
@@ -247,7 +247,6 @@ def _stacks(
 
 
 def _window(windows: Sequence[int], layer: int, longest: int) -> int:
-    """Return a layer's window, or 0 where it hides nothing."""
     window = windows[layer] if windows else 0
     return window if window < longest else 0
 

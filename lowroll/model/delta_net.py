@@ -114,7 +114,7 @@ class GatedDeltaNet(nn.Module):
         self.o = layers.linear(sizes.values, {"out_proj": hidden_size}, False, device, dtype)
 
     def forward(self, x_TD: Tensor, recur: Recur) -> Stream:
-        """Return the layer's update of the residual stream [T, D]."""
+        """Return the layer's update [T, D]."""
         qkv_TC, z_THv, beta_TH, decay_TH = self.project(x_TD)
         weight_CK = self.conv_weight.squeeze(1)
         o_THv = recur(self.layer, DeltaInputs(qkv_TC, decay_TH, beta_TH, weight_CK, self.sizes))
@@ -142,7 +142,7 @@ class GatedDeltaNet(nn.Module):
         return qkv_TC, z_THv, b_TH.float().sigmoid(), decay_TH
 
     def norm_and_gate(self, o_THv: Tensor, z_THv: Tensor) -> Tensor:
-        """Return each head's norm times the gate, float32. The gain is the weight, not 1 + weight."""
+        """Return each head's norm times the gate, float32. The gain is the weight, not 1 + it."""
         o_THv = o_THv.float()
         inverse_rms_TH1 = (o_THv.square().mean(-1, keepdim=True) + self.norm_eps).rsqrt()
         return o_THv * inverse_rms_TH1 * self.norm_weight.float() * F.silu(z_THv.float())

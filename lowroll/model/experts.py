@@ -76,7 +76,7 @@ class Router(nn.Module):
         return self
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (weights [T, S] in float32, experts [T, S]), the best first."""
+        """Return weights [T, S], float32, and experts [T, S], the best first."""
         return choose(x_TD, self.weight, self.routing)
 
 

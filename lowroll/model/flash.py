@@ -30,7 +30,7 @@ class AttentionKernel(Protocol):
     """Plain attention of q [X, H, d] over k and v [X, G, d]."""
 
     def forward(self, q_XHd: Tensor, k_XGd: Tensor, v_XGd: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output, and its log-sum-exps [X, H] in float32."""
+        """Return the output, and log-sum-exps [X, H] in float32."""
         ...
 
     def backward(
@@ -149,7 +149,7 @@ def attend_packed(
 def attend(
     q_XHd: Tensor, k_XGd: Tensor, v_XGd: Tensor, sinks_H: Tensor | None, kernel: AttentionKernel
 ) -> Tensor:
-    """Compute attention, with sinks if any. Differentiable."""
+    """Compute attention, with sinks if any."""
     o_XHd = _Attention.apply(q_XHd, k_XGd, v_XGd, sinks_H, kernel)
     assert isinstance(o_XHd, Tensor)
     return o_XHd

@@ -40,7 +40,7 @@ def home() -> Path:
 
 
 def require(name: str | Path) -> None:
-    """Raise ValueError with what to install when GGUF files cannot be read."""
+    """Raise ValueError with what to install, if GGUF files cannot be read."""
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(
             f"{printable(name)}: GGUF files need a package: pip install 'lowroll[gguf]'"
@@ -48,7 +48,7 @@ def require(name: str | Path) -> None:
 
 
 def folder_of(path: Path) -> Path:
-    """Return the folder of a GGUF file. ValueError names the unreadable file, or what to install."""
+    """Return the folder of a GGUF file. ValueError for an unreadable file, or an absent package."""
     require(path)
     file = path.resolve()
     status = file.stat()

@@ -64,8 +64,7 @@ def read_headers(folder: Path) -> tuple[ModelSpec, Layouts | None, dict[str, Pat
 
 
 def refuse_two_rotations(spec: ModelSpec, what: object) -> None:
-    """Raise ValueError if down projections would be rotated in two widths, as a folder has one.
-    what: to name."""
+    """Raise ValueError if down projections would be rotated in two widths, as a folder has one."""
     widths = {rotation.width(size) for size in widths_of_down(spec)}
     if len(widths) > 1:
         raise ValueError(
@@ -75,7 +74,7 @@ def refuse_two_rotations(spec: ModelSpec, what: object) -> None:
 
 
 def read_folder_layout(folder: Path) -> Layouts | None:
-    """Read the layout of a folder's linear layers; None: dense. ValueError names file and key."""
+    """Read the layout of a folder; None: dense. ValueError names file and key."""
     config = read_config(folder).get("quantization_config")
     if not config:
         return None
@@ -122,7 +121,7 @@ def own_format(
     folder: Path, spec: ModelSpec, layout: Layouts | None, dtype: torch.dtype
 ) -> str | None:
     """Return the format of a folder's linear layers, a registered mixed one if they differ; None:
-    dense. dtype: as in `low_bit_format`. ValueError for parts of one matrix that differ."""
+    dense. dtype: as in `low_bit_format`. ValueError if parts of one matrix differ."""
     if not isinstance(layout, MixedLayout):
         return None if layout is None else layout.format
     assignment, sizes = {}, {}
@@ -237,7 +236,7 @@ def require_headers(
     shapes_of: str = "",
 ) -> None:
     """Raise ValueError for missing or `unexpected` tensors, or unwanted shapes or dtypes.
-    shapes_of: their reason, for the message."""
+    shapes_of: for the message."""
     present = [name for name in wanted if name in found]
     shapes = [
         f"{name} {list(found[name][0])} instead of {list(wanted[name][0] or ())}"

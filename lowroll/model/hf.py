@@ -257,8 +257,8 @@ def _stack(format: str, parts: dict[str, QTensor]) -> QTensor:
 
 
 def state(model: Transformer) -> dict[str, Tensor]:
-    """Return the weights by HF name, fused matrices split: dense tensors, or codes and scales.
-    ValueError for an adapter, and when a block of the format spans two parts."""
+    """Return the weights by HF name, fused matrices split. ValueError for an adapter, and when a
+    block of the format spans two parts."""
     adapted = [name for name, linear in model.linears() if linear.adapter is not None]
     if adapted:
         raise ValueError(

@@ -29,7 +29,7 @@ NORM_EPS = 1e-6  # of the norms of latents, as in transformers
 
 
 class LatentAttention(nn.Module):
-    """The attention of one layer. Parameters are uninitialized."""
+    """A layer's attention, uninitialized."""
 
     def __init__(
         self,

@@ -129,9 +129,6 @@ class _LearningProduct(torch.autograd.Function):
 
 
 class _GatedProduct(torch.autograd.Function):
-    """A trained weight's product of silu(gate) * up, which one backward pass over gate_up
-    recomputes."""
-
     @staticmethod
     def forward(
         ctx: Any,

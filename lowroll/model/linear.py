@@ -1,6 +1,5 @@
 """The linear layer: a weight that is a Parameter or a QTensor, with an optional low-rank adapter
-(`lowroll.model.adapter`). Fused matrices (qkv, gate-up) know the parts that checkpoints and
-adapters name.
+(`lowroll.model.adapter`). Fused matrices (qkv, gate-up) know the parts that checkpoints name.
 
 Legend: `model`.
 """

@@ -205,7 +205,7 @@ def unscaled(tensors: Mapping[str, Tensor], input_scale: float) -> dict[str, Ten
 
 
 def wanted(model: Transformer, rank: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors of an adapter of this rank."""
+    """Return the tensor shapes of an adapter of this rank."""
     return {
         name: (rank, p.shape[1]) if name.endswith(".lora_A.weight") else (p.shape[0], rank)
         for name, p in _named_parameters(model)
@@ -289,8 +289,7 @@ def write(
     input_scale: float = 1.0,
     revision: str | None = None,
 ) -> None:
-    """Write the adapter and its base's record into an existing folder. revision: of a base on the
-    hub."""
+    """Write the adapter and its base's record. revision: of a base on the hub."""
     alpha = next(linear.adapter.alpha for _, linear in model.linears() if linear.adapter)
     write_tensors(state(model, input_scale), target, alpha, _absolute_base(base), revision)
     bases.write(bases.of(model, input_scale), target)
@@ -401,5 +400,5 @@ def _read_config(path: Path) -> tuple[int, float, list[str]]:
 
 def _parts(targets: list[object]) -> set[str]:
     """Return the named parts of a block. PEFT names them one by one for `all-linear` in a small
-    model; only the tensors show that none is missing."""
+    model; the tensors show whether one is missing."""
     return {str(target).rpartition(".")[2] for target in targets}

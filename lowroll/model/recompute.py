@@ -75,7 +75,7 @@ class _Book:
         self.outputs.append(output)
 
     def close(self) -> None:
-        """Release the outputs: autograd keeps this object as long as the graph."""
+        """Release the outputs, as autograd keeps this object."""
         self.recipes.clear()
         self.outputs.clear()
 

@@ -2,7 +2,7 @@
 
 Query q of a head sees key j iff j <= q and no compaction had dropped it when q ran
 (`types.Evictions`). So the queries of a stretch, between two compactions, see the keys that the
-first one left, and causally their own. These keys are gathered by layer, KV head and stretch. The
+first one left, and causally their own. These are gathered by layer, KV head and stretch. The
 backward pass recomputes the copies.
 
 Legend: `model`; T also positions of a sequence, Q query heads of a key-value head, R stretches, C

@@ -53,7 +53,7 @@ def _kept_llama3(freqs: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _kept_yarn(rope: Rope, scaling: RopeScaling) -> Tensor:
-    """Return the kept share of each pair's frequency: all from `high` turns on, none up to `low`."""
+    """Return the kept share of each pair's frequency: all from `high` turns, none up to `low`."""
 
     def pair_of(turns: float) -> float:
         context = scaling.original_max_position

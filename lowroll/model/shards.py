@@ -193,7 +193,7 @@ class _Reader:
         return copied
 
     def fill(self, path: Path, start: int, host_B: Tensor) -> None:
-        """Read bytes into a host tensor. ValueError for a file that ends too early."""
+        """Read bytes into a host tensor. ValueError for a file that ends early."""
         if not hasattr(self.own, "files"):
             self.own.files = dict[Path, FileIO]()
         if path not in self.own.files:

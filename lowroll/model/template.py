@@ -79,7 +79,7 @@ class Template:
             except Ended:
                 if not had_child:
                     raise
-            # another process may have ended it
+            # it worked before, so try another child
             return self._text(request)
 
     def _text(self, asked: dict[str, Any]) -> str:

@@ -93,8 +93,8 @@ def _check_files(folder: Path) -> None:
 
 
 def eos_id(folder: str | Path) -> int | None:
-    """Return the eos id of the folder's tokenizer, or None. Errors as `load_tokenizer`. Files are
-    read first, as importing transformers can take longer than loading the weights."""
+    """Return the eos id of the folder's tokenizer, or None, from files if possible: importing
+    transformers can take longer than loading the weights. Errors as `load_tokenizer`."""
     folder = tokenizer_home(folder)
     try:
         config = read_json(folder / "tokenizer_config.json")
@@ -258,7 +258,7 @@ class ChatTokenizer:
         return call_format
 
     def turn(self, token_ids: list[int], tools: bool = False) -> Message:
-        """Convert a response to a chat message. tools: with calls and the reasons of invalid ones."""
+        """Convert a response to a chat message. tools: with calls, and why some are invalid."""
         content = self.decode(token_ids)
         if not tools:
             return {"role": "assistant", "content": content}

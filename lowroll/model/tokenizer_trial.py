@@ -24,7 +24,7 @@ _accepted_digests: set[bytes] = set()
 
 
 def attempt(path: Path) -> None:
-    """Encode texts with the file in a child. ValueError names the file and the error or limit."""
+    """Encode texts with the file in a child. ValueError names the file and the problem."""
     regular(path, MOST_TOKENIZER)
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").digest()

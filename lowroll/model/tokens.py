@@ -1,7 +1,6 @@
 """A tokenizer.json through the tokenizers library alone, without transformers and torch, with the
-methods that `ChatTokenizer` uses.
-
-transformers may read a folder differently; `runs.roles.trainer` compares the two.
+methods that `ChatTokenizer` uses. transformers may read a folder differently; `runs.roles.trainer`
+compares the two.
 """
 
 from __future__ import annotations

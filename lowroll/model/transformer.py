@@ -474,7 +474,7 @@ class Transformer(nn.Module):
 
     @property
     def weight_format(self) -> str | None:
-        """The format of the quantized weights, a mixed one's name if they differ, or None."""
+        """The format of the quantized weights, a mixed one's if they differ, or None."""
         weights = {name: linear.weight for name, linear in self.linears()}
         formats = {name: w.format for name, w in weights.items() if isinstance(w, QTensor)}
         if len(formats) < len(weights):

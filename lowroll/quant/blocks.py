@@ -31,7 +31,7 @@ class BlockFormat(WeightOnly):
     compact_bits: float  # of a weight in `compact`
 
     def grid(self, w_NGS: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the scale and the minimum, if any, of each group: float32 [N, G]."""
+        """Return the scale and perhaps the minimum of each group: float32 [N, G]."""
         raise NotImplementedError
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Plain floating-point formats, the baseline of every other.
+"""Plain floating-point formats.
 
 On CPU a large matrix is multiplied from a copy in oneDNN's blocked layout: 1.4-3 times faster at
 4-24 rows than `F.linear`, which reorders the weight in every step (docs/LOG.md). For a small matrix

@@ -189,7 +189,7 @@ class Format(ABC):
 
     name: str
     summary: str
-    bits: float  # per weight, with the scales of groups
+    bits: float  # of a weight, with its group's scales but not its row's
     group: int | None = None  # weights of a row that share a scale; None: all
     once: tuple[str, ...] = ()  # stored tensors with one entry a matrix
     stored_as: str | None = None  # a format with the same stored tensors

@@ -68,8 +68,8 @@ class Gridded(Format):
 
     @abstractmethod
     def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
-        """Return the stored tensors except codes. stretch: the range of a group's codes over that
-        of its weights."""
+        """Return the stored tensors except codes. stretch: the range of a group's codes over its
+        weights'."""
 
     @abstractmethod
     def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:

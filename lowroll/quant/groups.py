@@ -1,4 +1,4 @@
-"""The base of the group-wise 4-bit formats: groups of a row, two codes a byte, and e2m1's levels.
+"""The base of the group-wise 4-bit formats: groups of a row, and two codes a byte.
 
 The first code of a byte is in the low half (compressed-tensors) or the high half (bitsandbytes).
 

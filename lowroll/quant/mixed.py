@@ -43,7 +43,7 @@ class Mixed(Format):
         return hash(self.name)
 
     def of(self, layer: str) -> Format:
-        """Return the format of a linear layer. ValueError if the assignment lacks it."""
+        """Return a layer's format. ValueError if it has none."""
         if layer not in self.assignment:
             raise ValueError(f"{self.name}: it assigns no format to {layer}")
         return get_format(self.assignment[layer])

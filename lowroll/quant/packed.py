@@ -120,7 +120,7 @@ class PackedWeights:
 
 
 def read_packed(config: dict[str, Any]) -> PackedWeights:
-    """Return the layout of an awq or gptq config. ValueError names the unsupported key."""
+    """Return the layout of a config. ValueError names the unsupported key."""
     method, bits, group_size = config["quant_method"], config.get("bits"), config.get("group_size")
     if not isinstance(bits, int) or bits not in ((4,) if method == "awq" else BITS):
         raise ValueError(f"bits: {bits!r} in {method} is not supported{ADVICE}")

@@ -34,7 +34,7 @@ def describe(columns: Mapping[str, int]) -> dict[str, Any]:
 
 
 def read(config: Any) -> dict[str, int]:
-    """Return the width of the blocks by kind of matrix or module. ValueError for other transforms."""
+    """Return the width of the blocks by kind of matrix or module. ValueError otherwise."""
     groups = config.get("config_groups") if isinstance(config, dict) else None
     if not isinstance(groups, dict):
         raise ValueError(f"{KEY}.config_groups: expected groups of transforms, got {groups!r}")
@@ -48,7 +48,7 @@ def read(config: Any) -> dict[str, int]:
 
 
 def check(found: Mapping[str, int], columns: Mapping[str, int]) -> None:
-    """Raise ValueError where a folder's rotations do not fit matrices with these features."""
+    """Raise ValueError where a folder's rotations do not fit matrices."""
     for kind, size in columns.items():
         if found.get(kind, 1) != width(size):
             raise ValueError(

@@ -67,8 +67,8 @@ class CachePolicy(ABC):
 
 
 class Selector(ABC):
-    """The device side of a policy, with a state for each slot, layer and KV head. Methods are
-    called in stream order. Storage that a decode graph reads must not move."""
+    """The device side of a policy, which may keep state for each slot, layer and KV head. Methods
+    are called in stream order. Storage that a decode graph reads must not move."""
 
     watches: bool = False
 
@@ -107,7 +107,7 @@ def num_slots(max_batch: int) -> int:
 
 
 def copy_slots(state_LS: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy a state [L, S, ...] as `Selector.copy` does."""
+    """Copy a state [L, S, ...] as `Selector.copy`."""
     sources, targets = (list(slots) for slots in zip(*pairs, strict=True))
     state_LS[:, targets] = state_LS[:, sources]
 

@@ -57,7 +57,7 @@ class RKV(SnapKV):
 
 def redundancy(k_BGNd: Tensor, lengths_B: Tensor, zero_first: bool = False) -> Tensor:
     """Return the softmax over a row's keys of their mean similarity to the others: float32 [B, G,
-    N], 0 beyond the row's end."""
+    N], 0 beyond the row."""
     k_BGNd = k_BGNd.float()
     unit_BGNd = k_BGNd / (k_BGNd.norm(dim=-1, keepdim=True) + EPS)
     n_N = torch.arange(k_BGNd.shape[2], device=k_BGNd.device)

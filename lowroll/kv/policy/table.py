@@ -85,8 +85,7 @@ POLICIES: dict[str, CachePolicyRow] = {
 
 
 def make(name: str, **options: Any) -> CachePolicy:
-    """Return a policy by name, with defaults for missing options. ValueError names the wrong
-    option."""
+    """Return a policy by name, with defaults. ValueError names the wrong option."""
     check(name, options)
     policy: CachePolicy = resolve_name(POLICIES[name].home)(**filled(name, options))
     return policy

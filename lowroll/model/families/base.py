@@ -83,7 +83,7 @@ class DeltaSpec:
 
     @property
     def input_parts(self) -> dict[str, int]:
-        """Return the rows of the matrices of q, k, v and z, by name in checkpoints."""
+        """Return the rows of the matrices of q, k, v and z, by name."""
         if self.grouped:
             return {"in_proj_qkvz": self.channels + self.values}
         return {"in_proj_qkv": self.channels, "in_proj_z": self.values}

@@ -96,7 +96,7 @@ def _latent(values: Values, interleaved: bool) -> dict[str, Any]:
 
 
 def _query_scale(rope: Values) -> float:
-    """Return the factor of scores beside 1 / sqrt(head_dim), as transformers reads it."""
+    """Return the factor of scores beside 1 / sqrt(head_dim), as transformers."""
     if rope["rope_type"] == "default" or not rope.get("mscale_all_dim"):
         return 1.0
     weight = positive(rope, "mscale_all_dim")

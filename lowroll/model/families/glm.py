@@ -2,7 +2,7 @@
 in checkpoints. GLM-4-0414 (`glm4`) has norms on both sides of attention and MLP.
 
 GLM-4.5 (`glm4_moe`) is a mixture of experts behind some dense layers, with experts that take every
-token. Published folders also have layers that draft tokens, which are not read.
+token.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def shared_mixture(values: Values) -> MixtureSpec:
 
 
 def layers_of_drafts(values: Values) -> tuple[str, ...]:
-    """Return the prefixes of the tensors of layers that draft tokens."""
+    """Return the prefixes of the tensors of layers that draft tokens, which are not read."""
     layers = integer(values, "num_hidden_layers")
     drafts = count(values, "num_nextn_predict_layers", 0)
     if drafts > layers:
