@@ -28,7 +28,7 @@ def refuse(
     policy_key: str = "kv",
     dtype_key: str = "kv_dtype",
 ) -> None:
-    """Raise ValueError when such a model has a cache that is not the dense one, unrounded.
+    """Raise ValueError for a bounded or an 8-bit cache of a model that cannot have one (`why_not`).
     policy_key, dtype_key: settings to name.
 
     Compacted keys lie at other positions, recurrent layers have no keys, policies score without

@@ -167,7 +167,7 @@ def suffixes(
     tokens: q [sum lengths, H, d], k and v [sum totals, G, d].
 
     Torch's variable-length flash attention computes all in one call where it can. Else each
-    sequence has a call, or with `stacked` those of one shape, after which last bits depend on the
+    sequence has a call, or with `stacked` those of one shape; last bits may then depend on the
     other sequences.
     """
     spans = list(zip(lengths, totals, strict=True))

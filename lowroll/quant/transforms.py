@@ -34,7 +34,7 @@ def describe(columns: Mapping[str, int]) -> dict[str, Any]:
 
 
 def read(config: Any) -> dict[str, int]:
-    """Return the width of the blocks by kind of matrix or module. ValueError otherwise."""
+    """Return the widths of blocks by kind of matrix or module. ValueError for another transform."""
     groups = config.get("config_groups") if isinstance(config, dict) else None
     if not isinstance(groups, dict):
         raise ValueError(f"{KEY}.config_groups: expected groups of transforms, got {groups!r}")
