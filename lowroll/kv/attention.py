@@ -1,10 +1,6 @@
 """Attention over the paged cache: the engine's `attend`.
 
-`PagedDecode` handles rows of one token, without a gather, `PagedAttention` the prompts of a step: a
-prompt from position 0 attends over its own keys as the cache stores them; a later chunk gathers its
-sequence's tokens.
-
-Legend: T tokens, B decode rows, H query heads, G key-value heads, d head size.
+Legend: `kv`.
 """
 
 from __future__ import annotations
@@ -23,14 +19,14 @@ from lowroll.kv.policy.base import Selector
 from lowroll.model.attention import Attend, AttentionInputs, packed, suffixes, upload, varlen
 from lowroll.model.delta_net import DeltaInputs
 
-# tokens of later chunks' sequences gathered at once
+# tokens gathered at once
 MOST_GATHERED = 1 << 17
 
 
 @dataclass(frozen=True)
 class PagedDecode:
-    """`attend` for rows of one token. `rows.lengths_B` counts it; a dead row writes nothing.
-    selector: the policy's device side, if it watches."""
+    """`attend` for rows of one token, without a gather. `rows.lengths_B` counts the token; dead
+    rows write nothing."""
 
     cache: KVCache
     rows: DecodeRows
@@ -49,19 +45,14 @@ class PagedDecode:
 
 @dataclass(frozen=True)
 class _LaterChunks:
-    """Chunks that attend over stored keys of their sequences too, gathered together."""
-
     num_queries: int
-    slots_T: Tensor  # of all tokens of their sequences, up to the chunks' ends
+    slots_T: Tensor  # of their sequences, up to the chunks' ends
     attend: Attend
 
 
 class PagedAttention:
-    """`attend` for the prompts of one step.
-
-    fresh: chunks from position 0, whose tokens come first and attend over their own keys alone.
-    later: chunks behind stored keys. selector: the policy's device side, if it watches.
-    """
+    """`attend` for the prompts of one step. fresh: chunks from position 0, which come first and
+    attend over their own keys as stored. later: chunks behind stored keys, which are gathered."""
 
     def __init__(
         self,
@@ -79,7 +70,7 @@ class PagedAttention:
         self.slots_T = upload(torch.cat(slots), device)
         self.exact = _ExactAttention(cache, self.chunks) if cache.exact else None
         if self.exact is not None:
-            fresh, later = [], []  # it reads all of them in place
+            fresh, later = [], []
         self.num_fresh = sum(c.num_tokens for c in fresh)
         self.fresh: Attend | None = None
         if fresh:
@@ -94,7 +85,7 @@ class PagedAttention:
 
     def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
         q_THd = inputs.q_THd
-        # attention sees them as the cache stores them, perhaps rounded
+        # as stored, perhaps rounded
         k_TGd, v_TGd = self.cache.write(layer, self.slots_T, inputs.k_TGd, inputs.v_TGd)
         if self.exact is not None:
             return self.exact(layer, q_THd)
@@ -121,7 +112,7 @@ class PagedAttention:
 
 
 class _ExactAttention:
-    """Attention of chunks over the cache, bitwise as decoded rows have it."""
+    """Attention of chunks, bitwise as of decoded rows."""
 
     def __init__(self, cache: KVCache, chunks: list[PromptChunk]) -> None:
         self.cache = cache
@@ -147,7 +138,7 @@ class _ExactAttention:
 @dataclass(frozen=True)
 class PackedPrompts:
     """`attend` for whole prompts with bounds, int32 [prompts + 1], on the device. Never waits for
-    the host. longest: tokens of one. A negative slot is none."""
+    the host. A negative slot is none."""
 
     cache: KVCache
     slots_T: Tensor
@@ -168,7 +159,7 @@ class PackedPrompts:
 
 @dataclass(frozen=True)
 class MixedAttention:
-    """`attend` for rows of one token, then the prompts of a step."""
+    """`attend` for rows of one token, then prompts."""
 
     rows: PagedDecode
     prompts: PagedAttention
@@ -181,7 +172,7 @@ class MixedAttention:
 
 
 def portions(chunks: list[PromptChunk]) -> Iterator[list[PromptChunk]]:
-    """Group chunks to gather at once: MOST_GATHERED tokens, or a single chunk."""
+    """Group chunks of MOST_GATHERED tokens, or single ones."""
     portion: list[PromptChunk] = []
     for chunk in chunks:
         if portion and sum(c.stop for c in portion) + chunk.stop > MOST_GATHERED:

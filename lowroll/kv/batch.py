@@ -1,4 +1,4 @@
-"""What a pass runs over the cache: chunks of prompts, and rows of one token."""
+"""The inputs of a pass over the cache: chunks of prompts, and rows of one token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PromptChunk:
-    """Tokens [start, stop) of a sequence in this step, its page table and slot (-1: none)."""
+    """Tokens [start, stop) of a sequence, its page table and slot (-1: none)."""
 
     start: int
     stop: int
@@ -28,8 +28,8 @@ class PromptChunk:
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """Samples on the device. A length counts keys in the cache: not a position, where a policy
-    drops keys."""
+    """Samples on the device. A length counts keys, which is not a position where a policy drops
+    keys."""
 
     slots_B: Tensor  # int64: of the policy's state
     table_BP: Tensor  # int32

@@ -1,10 +1,7 @@
-"""The paged KV cache: a buffer of keys and one of values a layer, [pages, page, G, d], allocated
-once.
+"""The paged KV cache: a buffer of keys and one of values a layer, [pages, page, G, d]. `kv.fp8` has
+the same methods.
 
-`KVCache` alone knows how keys and values are stored; `kv.fp8` has the same methods.
-
-Legend: T tokens, B decode rows, P pages of the longest row, G key-value heads, d head size, K keys
-that stay.
+Legend: `kv`.
 """
 
 from __future__ import annotations
@@ -33,13 +30,12 @@ if TYPE_CHECKING:
 class KVCache:
     """Storage of `num_pages` pages a layer, zero-filled so that an unwritten slot holds no NaN.
 
-    dtype: of the keys and values that it takes and gives. `buffers`: for each of `columns` a list
-    of tensors [pages, page, G, width], one a layer. `virtual_memory` backs them on CUDA where
-    supported, else None.
+    dtype: of the keys and values that it takes and gives. `buffers`: for each of `columns` the
+    tensors [pages, page, G, width] of all layers.
     """
 
-    skips_negative_slots = True  # `write` skips their tokens
-    exact = False  # a query's bits do not depend on batch or chunk (`Transformer.be_exact`)
+    skips_negative_slots = True
+    exact = False  # see `Transformer.be_exact`
 
     def __init__(
         self,
@@ -51,9 +47,9 @@ class KVCache:
     ) -> None:
         self.page_size, self.dtype, self.device = page_size, dtype, torch.device(device)
         self.released = False
-        self.windows = spec.windows  # of layers, empty for none
-        self.recurrent: RecurrentStates | None = None  # of layers with a state in place of keys
-        shapes = []  # all layers of the first column, then of the next
+        self.windows = spec.windows
+        self.recurrent: RecurrentStates | None = None
+        shapes = []
         for width, column_dtype in self.columns(spec, dtype):
             for has_keys in spec.layers_with_keys:
                 num_layer_pages = num_pages if has_keys else 0
@@ -68,8 +64,7 @@ class KVCache:
 
     @staticmethod
     def columns(spec: ModelSpec, dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:
-        """Return the width and dtype of what is stored of a token, layer and KV head: first keys,
-        then values."""
+        """Return the width and dtype of each stored part of a token and head: keys, then values."""
         return [(spec.head_dim, dtype), (spec.head_dim, dtype)]
 
     @classmethod
@@ -79,7 +74,7 @@ class KVCache:
         return sum(spec.layers_with_keys) * spec.num_kv_heads * bytes_per_head
 
     def adapt(self, model: Transformer) -> bool:
-        """Adapt the storage to the weights. True when stored keys become unreadable."""
+        """Adapt to the weights. True when stored keys become unreadable."""
         return False
 
     def _all(self) -> list[Tensor]:
@@ -98,7 +93,7 @@ class KVCache:
             buffer[targets] = buffer[sources]
 
     def clear(self) -> None:
-        """Zero everything, after a forward pass that was not finite. No-op once released."""
+        """Zero everything, after a forward pass that was not finite."""
         if self.released:
             return
         for buffer in self._all():
@@ -107,9 +102,8 @@ class KVCache:
             self.recurrent.clear()
 
     def release(self) -> None:
-        """Free the memory and its content until `restore`. The tensors stay the same objects;
-        without virtual memory their addresses change, so CUDA graphs that hold them must be
-        dropped."""
+        """Free the memory until `restore`. The tensors stay the same objects; without virtual
+        memory their addresses change, so CUDA graphs must be dropped."""
         if self.virtual_memory is not None:
             self.virtual_memory.release()
         else:
@@ -118,7 +112,7 @@ class KVCache:
         self.released = True
 
     def restore(self) -> None:
-        """Allocate zeros again after `release`. The cache stays released if memory is short."""
+        """Allocate zeros again, or stay released if memory is short."""
         if not self.released:
             return
         try:
@@ -136,29 +130,27 @@ class KVCache:
     def write(
         self, layer: int, slots_T: Tensor, k_TGd: Tensor, v_TGd: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values, and return them as `read` would."""
+        """Write keys and values, and return them as `read`."""
         write_pages(self.keys[layer], self.values[layer], slots_T, k_TGd, v_TGd)
         return k_TGd, v_TGd
 
     def read(self, layer: int, slots_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values [T, G, d] of these slots."""
+        """Return keys and values [T, G, d]."""
         return (
             self.keys[layer].flatten(0, 1).index_select(0, slots_T),
             self.values[layer].flatten(0, 1).index_select(0, slots_T),
         )
 
     def gather_keys(self, layer: int, table_BP: Tensor) -> Tensor:
-        """Return keys [B, G, N, d] of these pages, N = P * page. Beyond a row's length they are
-        finite but arbitrary."""
+        """Return keys [B, G, N, d] of these pages, arbitrary but finite beyond a row's length."""
         return gather_pages(self.keys[layer], table_BP)
 
     def key_pages(self, table_BP: Tensor) -> tuple[Sequence[Tensor], Tensor]:
-        """Return the keys of these pages in all layers, as numbers [p, page, G, d], and tables into
-        them: the buffers themselves, where keys are not encoded."""
+        """Return the keys of these pages in all layers [p, page, G, d], and tables into them."""
         return self.keys, table_BP
 
     def decode(self, layer: int, inputs: AttentionInputs, rows: DecodeRows) -> Tensor:
-        """Append each row's new key and value, and attend over those of the layer's window."""
+        """Append each row's new key and value, and attend."""
         q_BHd, k_BGd, v_BGd, sinks_H = inputs
         new_rows = (q_BHd, k_BGd, v_BGd)
         cached = (self.keys[layer], self.values[layer], rows.table_BP, rows.lengths_B)
@@ -172,15 +164,13 @@ class KVCache:
 
     def keep(self, table_BP: Tensor, kept_LBGK: Tensor, slots_BK: Tensor) -> None:
         """Move the kept keys and values to new slots (`kernels.kv_eviction.move`). kept_LBGK:
-        int64, ascending indices into the keys of a row, whose pages `table_BP` lists."""
+        int64, ascending."""
         move(self.buffers, table_BP, kept_LBGK, slots_BK)
 
 
 def _allocate(
     shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device
 ) -> tuple[list[Tensor], VirtualMemory | None]:
-    """Allocate buffers of zeros, each from a multiple of 512 bytes on. Where the device has virtual
-    memory, they lie in one piece of it, which is returned too."""
     if device.type != "cuda" or not virtual_memory_works(device):
         return [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes], None
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]

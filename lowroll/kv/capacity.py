@@ -1,5 +1,4 @@
-"""The tokens that a KV cache should hold: what its requests can use, within a share of the free
-memory.
+"""The size of a KV cache: what its requests can use, within a share of the free memory.
 
 The scheduler admits a sample when the pages of its worst case are free (`engine.scheduler`). In a
 group whose prompt has p tokens, with responses of up to m, on pages of s,
@@ -7,16 +6,13 @@ group whose prompt has p tokens, with responses of up to m, on pages of s,
     shared by all samples    h = floor(p / s)
     of each one's own        o = ceil((p mod s + m - 1) / s)      the last token is never stored
 
-so R <= `max_batch` samples of g prompts never wait for a page when the cache has g h + R o + 1; the
-last is the tail that a group holds while no sample writes it. A shorter prompt may share less and
-leave more to each sample, hence the largest p mod s. If groups take turns, each of the R samples
-can be the last of another prompt, and another g h keep freed pages for later prompts with the same
-prefix.
+so R samples of g prompts never wait for a page when the cache has g h + R o + 1; the last is a tail
+without a writer. A shorter prompt may leave more to each sample, hence the largest p mod s. If
+groups take turns, another g h keep freed pages for later prompts with the same prefix.
 
-Under a policy that bounds a sample's cache (`kv.policy.base.footprint`) a sample that can be
-compacted needs w pages of its own. Samples that need no compaction have at most o, and less than
-w + 2. A compacted prompt needs pages for the keys that are left in addition to its own, and no
-sample owns its tail.
+Under a bounded policy (`kv.policy.base.footprint`) a sample that can be compacted needs w pages;
+others have at most o, and less than w + 2. A compacted prompt needs more pages for the keys that
+are left, and no sample owns its tail.
 """
 
 from __future__ import annotations
@@ -27,20 +23,20 @@ from dataclasses import dataclass
 from lowroll.kv.policy.base import CachePolicy, footprint, num_pages
 from lowroll.kv.policy.dense import DENSE
 
-SHARE = 4  # the default cache takes 1 / SHARE of the free memory
-UNKNOWN_ROW = 4096  # assumed tokens a sample, for unknown requests
-UNKNOWN_FREE = 4 << 30  # assumed free bytes, if the system does not say
+SHARE = 4  # the default cache takes 1 / SHARE of free memory
+UNKNOWN_ROW = 4096  # tokens a sample, for unknown requests
+UNKNOWN_FREE = 4 << 30  # free bytes, if the system does not say
 UNKNOWN_BYTES = 16 << 30  # the most bytes for unknown requests
 
 
 class NoRoom(ValueError):
-    """Too little free memory for a KV cache of the requested size."""
+    """An error for too little free memory."""
 
 
 @dataclass(frozen=True)
 class Workload:
     """Requests that run together: `groups` prompts of up to `prompt` tokens, `n` samples of each of
-    up to `response` tokens. `longest`: tokens of a single rare request that must fit."""
+    up to `response` tokens. longest: tokens of a rare request that must fit."""
 
     groups: int
     n: int
@@ -52,14 +48,13 @@ class Workload:
         return min(max_batch, self.groups * self.n)
 
     def tokens(self, page_size: int, max_batch: int, kv: CachePolicy = DENSE) -> int:
-        """Return the slots, in whole pages, with which no sample waits for a page, if no prompt is
-        longer than stated. The module's docstring derives the number."""
+        """Return the slots, in whole pages, with which no sample waits for a page."""
         rows = self.rows(max_batch)
         groups = min(self.groups, rows)
-        # if groups take turns, pages of ended ones stay for later prompts with the same prefix
+        # if groups take turns
         cached_groups = groups if self.groups * self.n > rows else 0
         full_prompt_pages = self.prompt // page_size
-        max_tail_tokens = min(self.prompt, page_size - 1)  # of any prompt, also a shorter one
+        max_tail_tokens = min(self.prompt, page_size - 1)
         own_pages = num_pages(max_tail_tokens + self.response - 1, page_size)
         group_pages = (groups + cached_groups) * full_prompt_pages + 1  # 1: a tail without a writer
         longest_pages = num_pages(self.longest, page_size)
@@ -68,7 +63,7 @@ class Workload:
             group_pages += groups * (needs.compacted + 1)
         if needs.evicts:
             own_pages = max(needs.writer, min(own_pages, needs.writer + 1))
-            group_pages += groups  # each group may hold a tail that no sample owns
+            group_pages += groups  # a tail that no sample owns
             longest_pages += needs.writer + needs.compacted
         return max(group_pages + rows * own_pages, longest_pages) * page_size
 
@@ -86,9 +81,9 @@ def capacity(
 ) -> int:
     """Return the tokens of a cache that holds these workloads one after the other.
 
-    free: bytes of free memory, of which the cache takes a share at most. most: a limit in bytes
-    instead of that share. Without workloads, `max_batch` samples are assumed, of `context` tokens
-    with `most`, else of moderate length beside one of `context` tokens.
+    free: in bytes. most: a limit in bytes instead of a share of `free`. Without workloads,
+    `max_batch` samples are assumed, of `context` tokens with `most`, else shorter beside one of
+    `context` tokens.
     """
     max_bytes = free // SHARE if most is None else most
     max_tokens = max_bytes // bytes_per_token

@@ -1,15 +1,11 @@
-"""An 8-bit KV cache: `kernels.attention.codes` in pages.
-
-Attention sees the stored codes in every phase, also of a fresh prompt and of a step's new token. So
-recorded log-probs are those of the 8-bit cache, and a prefix has the same keys whether just made,
-shared, or found in the prefix cache.
+"""An 8-bit KV cache: `kernels.attention.codes` in pages. Attention sees the stored codes in every
+phase, so recorded log-probs are those of the 8-bit cache.
 
 `adapt` chooses the key channels that get a second code: of the pairs that RoPE rotates, those with
 the largest bias of the key projection, or the largest gain of the keys' norm; among equals the
 slowest, where models without biases have large keys (arXiv 2502.01563).
 
-Legend: T tokens, B rows, P pages of the longest row, L layers, G key-value heads, d head size, F
-fine channels.
+Legend: `kv`; F fine channels.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ from lowroll.model.transformer import Block, Transformer
 
 
 class Float8Cache(KVCache):
-    """An 8-bit KV cache. channels_LGF: int64, the channels with a second code."""
+    """An 8-bit KV cache. channels_LGF: int64, those with a second code."""
 
     skips_negative_slots = False
 
@@ -111,8 +107,8 @@ class Float8Cache(KVCache):
 
 
 def key_energy(model: Transformer) -> Tensor:
-    """Return how large the weights make each key channel, float32 [L, G, d]: the square of its norm
-    gain, without a norm on keys of its bias, else 0. Channels have the kernels' order."""
+    """Return how large the weights make each key channel, float32 [L, G, d], in the kernels' order:
+    the square of its norm gain, else of its bias, else 0."""
     spec = model.spec
     size = spec.num_kv_heads * spec.head_dim
     energies = []
@@ -121,11 +117,11 @@ def key_energy(model: Transformer) -> Tensor:
         energy = torch.zeros(size, device=model.device)
         if block.k_norm is not None:
             gain = block.k_norm.gain.detach().float()
-            if not block.norms_whole:  # one gain for all heads
+            if not block.norms_whole:
                 gain = gain.repeat(spec.num_kv_heads)
             energy = gain.square()
         elif block.latent is None and block.qkv.bias is not None:
-            key_bias = block.qkv.bias.detach()[-2 * size : -size]  # in front of that of the values
+            key_bias = block.qkv.bias.detach()[-2 * size : -size]
             energy = key_bias.float().square()
         energy_Gd = energy.view(spec.num_kv_heads, spec.head_dim)
         if block.order is not None:
@@ -135,9 +131,8 @@ def key_energy(model: Transformer) -> Tensor:
 
 
 def fine_channels(energy_LGd: Tensor) -> Tensor:
-    """Return the F channels of the most energetic pairs, int64 [L, G, F]; of equal ones the slower.
-    Pair p is the channels p and p + d / 2; later pairs are slower, and a stable sort of the
-    reversed pairs meets these first."""
+    """Return the F channels of the most energetic pairs, int64 [L, G, F]; of equal ones the later,
+    which are slower. Pair p is the channels p and p + d / 2."""
     pairs_LGp = energy_LGd.unflatten(-1, (2, -1)).sum(-2)
     num_pairs = pairs_LGp.shape[-1]
     reversed_order_LGp = pairs_LGp.flip(-1).argsort(dim=-1, descending=True, stable=True)

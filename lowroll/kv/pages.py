@@ -1,16 +1,16 @@
-"""Pages of the KV cache: allocation, reference counts, and reuse by prefix.
+"""Pages of the KV cache: allocation, reference counts, and reuse by prefix (PagedAttention, Kwon et
+al. 2023, arXiv:2309.06180).
 
-The cache is `num_pages` pages of `page_size` token slots (PagedAttention, Kwon et al. 2023,
-arXiv:2309.06180). Position t of a sequence is in slot `pages[t // page_size] * page_size + t %
-page_size`. A page is
+Position t of a sequence is in slot `pages[t // page_size] * page_size + t % page_size`. A page is
 
     held      reference count >= 1: one count a sequence (or group) whose table lists it
-    cached    count 0, but a prefix key still names its content: served again, or taken back, least recently used first
+    cached    count 0, but a prefix key names its content: served again, or taken back,
+              least recently used first
     blank     count 0 and no key
 
 A full prompt page is named by a chain of 128-bit blake2b digests: key_j = H(key_{j-1}, tokens of
-page j), with key_{-1} = H(salt). It covers all earlier tokens, on which K/V depend. The salt names
-the behaviour policy (version, digest, formats): K/V of other weights never match.
+page j), with key_{-1} = H(salt). The salt names the behaviour policy (version, digest, formats):
+K/V of other weights never match.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from hashlib import blake2b
 
 
 class OutOfPages(RuntimeError):
-    """More pages were requested than are free. The scheduler's reservations prevent this."""
+    """An error that the scheduler's reservations prevent: too few pages are free."""
 
 
 class PagePool:
-    """A page allocator with reference counts and a prefix cache; it never touches K/V.
-    prefix_caching: name pages by their content, to find them again. turn_caching: also those of
+    """A page allocator with reference counts and a prefix cache. turn_caching: also name pages of
     drawn tokens."""
 
     def __init__(
@@ -46,9 +45,9 @@ class PagePool:
         self._caching = prefix_caching
         self.turn_caching = turn_caching
         self.peak_used = 0
-        self.hits = 0  # pages served from the prefix cache
+        self.hits = 0
         self._refcount = [0] * num_pages
-        self._blank = list(reversed(range(num_pages)))  # a stack: page 0 is allocated first
+        self._blank = list(reversed(range(num_pages)))  # a stack
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
@@ -65,8 +64,7 @@ class PagePool:
         return self._refcount[page]
 
     def allocate(self, n: int) -> list[int]:
-        """Take n pages with count 1 and undefined content, blank ones first. OutOfPages, and none
-        is taken, if fewer are free."""
+        """Take n pages with count 1 and undefined content. OutOfPages, before any is taken."""
         if n > self.num_free:
             raise OutOfPages(f"{n} pages wanted, {self.num_free} of {self.num_pages} free")
         pages = []
@@ -117,7 +115,7 @@ class PagePool:
         self.hits += len(pages)
 
     def publish(self, pages: Sequence[int], keys: Sequence[bytes]) -> None:
-        """Name held pages whose K/V are complete. The first page of a key stays the reused one."""
+        """Name held pages with complete K/V. The first page of a key stays."""
         for page, key in zip(pages, keys, strict=True):
             assert self._refcount[page] > 0, f"page {page} is not held"
             if not self._caching or key in self._page_of or page in self._key_of:
@@ -126,7 +124,7 @@ class PagePool:
             self._key_of[page] = key
 
     def clear_prefixes(self) -> None:
-        """Forget every key: cached pages become blank; held ones stay held."""
+        """Forget every key: cached pages become blank."""
         self._blank.extend(reversed(self._cached))
         self._cached.clear()
         self._page_of.clear()
@@ -137,7 +135,7 @@ class PagePool:
 
 
 def page_keys(token_ids: Sequence[int], page_size: int, salt: bytes) -> list[bytes]:
-    """Return a 16-byte key for each full page of `token_ids`."""
+    """Return a 16-byte key for each full page."""
     key = blake2b(salt, digest_size=16).digest()
     tokens, bytes_per_page = array("q", token_ids).tobytes(), 8 * page_size
     keys = []

@@ -1,11 +1,7 @@
-"""The states of recurrent layers, one slot a sample, beside the paged cache.
+"""The states of recurrent layers, one slot a sample, beside the paged cache. A state is that of all
+tokens so far, so it cannot be shared by pages or taken back.
 
-A prompt's first chunk finds zeros, samples of a group copy the state that the prompt left, and rows
-without a token write to the dead slot. A state is that of all tokens so far, so nothing of it can
-be shared by pages or taken back.
-
-Legend: T tokens, B rows, S sequences, N slots, C channels, K taps, H heads, k key size, v value
-size.
+Legend: `model.recurrence`; N slots.
 """
 
 from __future__ import annotations
@@ -24,10 +20,8 @@ from lowroll.model.spec import ModelSpec
 
 
 class RecurrentStates:
-    """The states of all recurrent layers, by slot, zeros at first.
-
-    conv_LNCK: the last K - 1 inputs of each layer's convolution, in the model's dtype. rule_LNHkv:
-    the states of the delta rule, float32. row: of a layer in both, by its number in the model.
+    """The states of all recurrent layers, by slot, zeros at first. conv_LNCK: the last K - 1 inputs
+    of each convolution. rule_LNHkv: the states of the delta rule, float32. row: of a layer in both.
     """
 
     def __init__(
@@ -47,7 +41,7 @@ class RecurrentStates:
 
     @staticmethod
     def nbytes(spec: ModelSpec, num_slots: int, dtype: torch.dtype) -> int:
-        """Return the bytes of the states of so many slots."""
+        """Return the bytes of the states."""
         if spec.delta is None:
             return 0
         sizes = spec.delta
@@ -61,7 +55,7 @@ class RecurrentStates:
         self.rule_LNHkv.index_fill_(1, slots_S, 0)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy the states of slots (source, target). All are read before one is written."""
+        """Copy states as `Selector.copy`."""
         sources, targets = upload(torch.tensor(list(pairs)), self.rule_LNHkv.device).unbind(1)
         for state_N in (*self.conv_LNCK, *self.rule_LNHkv):  # layer by layer: they are large
             state_N[targets] = state_N[sources]

@@ -1,15 +1,12 @@
-"""The tokens that a cache policy saves against a dense cache.
-
-Of sequences i, each a prompt and its response, with a cache after every token of the response,
+"""The tokens that a cache policy saves against a dense cache for the same sequences i:
 
     saving = 1 - sum_i stored_i / sum_i dense_i        tokens of a layer and head
 
 as `peak` (the most that a sample ever holds), `final` (after its last token), and `mean` (summed
 over the response's tokens). A full cache counts as compacted; the last token counts, though its key
-is never stored. A compacted prompt is whole only on pages that its samples share, and does not count
-in a sample's peak.
+is never stored. A whole prompt is only on shared pages, and does not count in a peak.
 
-Source: Sparse-RL's "Toks. saving", but dense is what the same responses would hold.
+Source: Sparse-RL's "Toks. saving", but for `dense`.
 """
 
 from __future__ import annotations
@@ -22,8 +19,7 @@ from lowroll.kv.policy.base import CachePolicy
 
 @dataclass(frozen=True)
 class Stored:
-    """Tokens in one sequence's cache: at most, in the end, and summed over its response; and its
-    compactions."""
+    """Tokens in one sequence's cache, with their sum over its response, and its compactions."""
 
     peak: int
     final: int
@@ -32,9 +28,9 @@ class Stored:
 
 
 def stored(kv: CachePolicy, prompt: int, response: int) -> Stored:
-    """Return the tokens stored for a prompt and a response of so many tokens."""
+    """Return the tokens stored for a prompt and a response."""
     cached = peak = kv.after_prompt(prompt)
-    # the last token's key is never stored: before it alone, nothing is evicted
+    # before the last token alone, nothing is evicted
     evictions = int(cached < prompt and response > 1)
     total = 0
     remaining = response
@@ -46,15 +42,15 @@ def stored(kv: CachePolicy, prompt: int, response: int) -> Stored:
         peak = max(peak, cached)
         if not kv.room(cached):
             kept = kv.kept(cached)
-            total -= cached - kept  # a full cache counts as compacted
+            total -= cached - kept
             cached = kept
             evictions += remaining > 1
     return Stored(peak, cached, total, evictions)
 
 
 def saving(kv: CachePolicy, lengths: Iterable[tuple[int, int]]) -> dict[str, float]:
-    """Return `saving_peak`, `saving_final` and `saving_mean`, and the mean number of `evictions` of
-    a response. lengths: (prompt tokens, response tokens) of each; without any, all are 0."""
+    """Return `saving_peak`, `saving_final`, `saving_mean`, and the mean `evictions` of a response.
+    lengths: (prompt tokens, response tokens); without any, all are 0."""
     bounded: list[Stored] = []
     dense: list[Stored] = []
     for prompt, response in lengths:

@@ -1,4 +1,4 @@
-"""The storages of a KV cache, by the name that an engine takes."""
+"""The storages of a KV cache by name."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ STORAGES: dict[str, type[KVCache]] = {"fp8": Float8Cache}
 
 
 def storage(kv_dtype: str | None) -> type[KVCache]:
-    """Return the cache class. None: keys and values as the model computes them. ValueError names
-    the argument."""
+    """Return the cache class; None: for the model's own dtype. ValueError names the argument."""
     if kv_dtype is None:
         return KVCache
     if kv_dtype not in STORAGES:

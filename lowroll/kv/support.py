@@ -28,11 +28,11 @@ def refuse(
     policy_key: str = "kv",
     dtype_key: str = "kv_dtype",
 ) -> None:
-    """Raise ValueError when the model has windows, recurrent layers or sinks and the cache is not
-    the dense one, unrounded. policy_key, dtype_key: settings to name.
+    """Raise ValueError for a bounded or an 8-bit cache of a model that cannot have one (`why_not`).
+    policy_key, dtype_key: settings to name.
 
-    Compacted keys no longer lie at their positions, layers with a state have no keys, policies
-    score keys without sinks, and the kernels of 8-bit keys read all keys of a row.
+    Compacted keys lie at other positions, recurrent layers have no keys, policies score without
+    sinks, and the kernels of 8-bit keys read all keys of a row.
     """
     layers = why_not(spec)
     if layers is None:

@@ -1,8 +1,7 @@
-"""Device memory that can be freed and restored at the same address.
+"""Device memory that can be freed and restored at the same address, so that a learner can use the
+KV cache's memory between rollouts, and CUDA graphs stay valid.
 
-CUDA's driver reserves an address range, to which physical memory is mapped, so between two rollouts
-a learner can use the KV cache's memory, and CUDA graphs with its addresses stay valid. (CUDA driver
-API, "Virtual Memory Management"; vLLM's sleep mode does the same.)
+Sources: CUDA driver API, "Virtual Memory Management"; vLLM's sleep mode.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ class _Access(ctypes.Structure):
 
 
 class VirtualMemory:
-    """Zero-filled memory of `nbytes` on a CUDA device. RuntimeError names the driver call that
-    failed."""
+    """Zero-filled memory on a CUDA device. RuntimeError names the failed driver call."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         torch.zeros(1, device=device)  # creates the device's context
@@ -85,8 +83,7 @@ class VirtualMemory:
             self.mapped = False
 
     def restore(self) -> None:
-        """Map zero-filled memory at the old address. RuntimeError when the device has too
-        little."""
+        """Map zero-filled memory at the old address. RuntimeError for too little memory."""
         if self.mapped:
             return
         create_args = (
@@ -96,7 +93,7 @@ class VirtualMemory:
             ctypes.c_ulonglong(0),
         )
         if _driver().cuMemCreate(*create_args):
-            torch.cuda.empty_cache()  # frees torch's cached memory
+            torch.cuda.empty_cache()
             try:
                 _call("cuMemCreate", *create_args)
             except RuntimeError as error:

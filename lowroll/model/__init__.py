@@ -1,6 +1,9 @@
 """One decoder, its weights in and out, and the only path from logits to log-probs.
 
 Public names load on first use: a folder's settings and tokenizer need no torch.
+
+Legend: T packed tokens, S sequences, L layers, D hidden size, H query heads, G key-value heads, d
+head size, V vocabulary, K in features, N out features.
 """
 
 from __future__ import annotations

@@ -1,20 +1,15 @@
 """Low-rank adapters of a linear layer (Hu et al. 2021): the matrices and the adapted product.
 
-    y_p = W_p x + b_p + (alpha / r) B_p A_p x          for each part p of a fused matrix that has one
+    y_p = W_p x + b_p + (alpha / r) B_p A_p x          for each adapted part p of a fused matrix
 
 All parts share one product with A = [A_p; ...] and one with the block-diagonal B = diag((alpha / r)
-B_p), which accumulates onto the base product. A reader that tiles y (`kernels.training.swiglu_lora`)
-may take the update's factors instead. A and B are float32; products use cached copies in the dtype
-of x. After a write to A or B, call `changed`, or `renew` if a CUDA graph reads the copies.
-
-Backward, with l = A x and W the layer's matrix (dequantized where it is codes):
+B_p), which accumulates onto the base product. Backward, with l = A x:
 
     dl = dy B      dx = dy W + dl A      dA = dl' x      dB_p = (alpha / r) dy_p' l_p
 
 A frozen W costs no product: only x and l are saved.
 
-Legend: T tokens, K in features, N out features, R adapter rank, L = R times the parts that have an
-adapter.
+Legend: `model`; R adapter rank, L = R times the adapted parts.
 """
 
 from __future__ import annotations
@@ -35,8 +30,7 @@ from lowroll.quant.formats import QTensor, float_product, multiplicand
 
 
 class AdaptedPart(NamedTuple):
-    """An adapted part of a fused matrix, and its block of the block-diagonal B [N, L]. The columns
-    of B are the rows of A [L, K]."""
+    """An adapted part, and its block of B [N, L]."""
 
     name: str
     rows: slice
@@ -44,9 +38,11 @@ class AdaptedPart(NamedTuple):
 
 
 class Adapter(nn.Module):
-    """A low-rank update of some parts of a linear layer: A [R, K], B [N_part, R] a part, float32.
+    """A low-rank update of parts of a linear layer: A [R, K], B [N_part, R] a part, float32.
+    Products use copies in the dtype of x.
 
-    An engine's may `hold` one of a lower rank or fewer parts, with zeros elsewhere.
+    After a write to A or B, call `changed`, or `renew` if a CUDA graph reads the copies. An
+    engine's adapter may `hold` one of a lower rank or fewer parts.
     """
 
     def __init__(self, rank: int, alpha: float) -> None:
@@ -56,7 +52,7 @@ class Adapter(nn.Module):
         self.held_rank = rank
         self.held: frozenset[str] | None = None  # parts; None: all
         self.enabled = True
-        self.version = 0  # number of known changes of the parameters
+        self.version = 0
         self.a = nn.ParameterDict()
         self.b = nn.ParameterDict()
         self._made_of: tuple[object, ...] = ()
@@ -68,7 +64,7 @@ class Adapter(nn.Module):
         return self.alpha / self.held_rank
 
     def hold(self, rank: int, alpha: float, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Copy (A [rank, K], B [N_part, rank]) of parts in place, zero-padded to this rank."""
+        """Copy (A [rank, K], B [N_part, rank]) of parts in place, zero-padded."""
         self.held_rank, self.alpha, self.held = rank, alpha, frozenset(pairs)
         for part, a_RK in self.a.items():
             b_NR = self.b[part]
@@ -84,7 +80,7 @@ class Adapter(nn.Module):
                 yield part, a_RK[: self.held_rank], self.b[part][:, : self.held_rank]
 
     def blocks(self, parts: Mapping[str, int]) -> list[AdaptedPart]:
-        """Return the adapted ones of a layer's parts, given the rows of each, in their order."""
+        """Return the adapted parts in order. parts: the rows of each part."""
         blocks: list[AdaptedPart] = []
         row = 0
         for name, num_rows in parts.items():
@@ -96,11 +92,8 @@ class Adapter(nn.Module):
         return blocks
 
     def matrices(self, parts: Mapping[str, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return A [L, K] and the scaled block-diagonal B [N, L] in a dtype, cached until a change.
-
-        The storages are reused if they fit, so a CUDA graph may read them. Autograd's version
-        counter reveals in-place torch operations on a parameter without `changed`.
-        """
+        """Return A [L, K] and the scaled block-diagonal B [N, L], cached until a change. Storages
+        are reused for CUDA graphs. Autograd's version counter reveals in-place torch operations."""
         masters = [*self.a.values(), *self.b.values()]
         made_of = (
             dtype,
@@ -129,7 +122,6 @@ class Adapter(nn.Module):
         return cached
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Adapter:
-        """Reset the copies after a move or a cast, which replaces the parameters' storages."""
         self.changed()
         return super()._apply(fn, recurse)
 
@@ -138,7 +130,7 @@ class Adapter(nn.Module):
         self.version += 1
 
     def renew(self) -> None:
-        """Recompute the copies in place, for a graph that reads them."""
+        """Recompute the copies in place."""
         self.changed()
         if self._made is not None:
             self.matrices(self._parts, self._made[0].dtype)
@@ -158,11 +150,11 @@ def product(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the layer's product with its adapter, and the update's factors l and (alpha / r) B.
 
-    weight: the base. codes: of a forward in the format's own arithmetic; None: the dequantized base
-    multiplies. transposed: the codes for the gradient, if any (`quant.fp8.gradient`), which is
-    straight-through. whole: include l B'; without it, the reader adds it, and returns the gradient
-    of the sum. update: x is a gate-up product [T, 2K] without this update, and its silu(gate) * up
-    is multiplied. exact: a row's sums do not depend on its batch (`kernels.batch_invariant`).
+    codes: of a forward in the format's own arithmetic; None: the dequantized base multiplies.
+    transposed: codes for the gradient (`quant.fp8.gradient`), which is straight-through. whole:
+    include l B'; else a reader (`kernels.training.swiglu_lora`) adds it and returns the gradient of
+    the sum. update: x is a gate-up product [T, 2K] without this update; its silu(gate) * up is
+    multiplied.
     """
     names = [part.name for part in adapter.blocks(parts)]
     # an argument each, so that autograd gives them gradients
@@ -215,7 +207,6 @@ def _exact_product(
     low_TL: Tensor,
     b_NL: Tensor,
 ) -> Tensor:
-    """Return x W' + b + l B', where a row's bits do not depend on its batch."""
     if codes is not None and in_codes:
         y_TN = codes.linear(x_TK.detach(), bias_N, exact=True)
     else:
@@ -233,7 +224,6 @@ def _input_gradient(
     codes: QTensor | None,
     transposed: QTensor | None,
 ) -> Tensor:
-    """Return dx [T, K] = dy W + dl A, with W by the codes of its transpose where there are such."""
     if transposed is not None:
         return fp8.gradient(grad_TN, transposed).addmm_(low_grad_TL, a_LK)
     x_grad_TK = low_grad_TL @ a_LK
@@ -244,13 +234,12 @@ def _input_gradient(
     return x_grad_TK.addmm_(grad_TN, weight_NK)
 
 
-_NUM_PLAIN_ARGUMENTS = 11  # number of arguments before the masters
+_NUM_PLAIN_ARGUMENTS = 11
 
 
 class _AdaptedProduct(torch.autograd.Function):
-    """`product`'s y and l. codes: of the weight, which multiply in their own arithmetic if
-    `in_codes`, and are dequantized otherwise; None: `weight_NK` is dense. masters: A of each
-    adapted part, then B of each."""
+    """`product`'s y and l. codes are dequantized unless `in_codes`. masters: A of each part, then
+    B."""
 
     @staticmethod
     def forward(
@@ -268,7 +257,7 @@ class _AdaptedProduct(torch.autograd.Function):
         exact: bool,
         *masters: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        input_TK, ctx.update = x_TK, update  # of an update, the gate-up product is the input
+        input_TK, ctx.update = x_TK, update
         if update is not None:
             x_TK = update.gate(input_TK)
         a_LK, b_NL = adapter.matrices(parts, x_TK.dtype)
@@ -284,10 +273,9 @@ class _AdaptedProduct(torch.autograd.Function):
             added_TL = low_TL if whole else None
             y_TN = _base_product(x_TK, weight_NK, codes, bias_in_dtype_N, added_TL, b_NL)
         trains = ctx.needs_input_grad[1] or any(ctx.needs_input_grad[_NUM_PLAIN_ARGUMENTS:])
-        # dx needs neither of them, but an update's gate needs its input
+        # dx needs neither, but an update's gate needs its input
         needs_inputs = trains or update is not None
         inputs = (input_TK, low_TL) if needs_inputs else (None, None)
-        # codes stand for the weight in dx
         kept_NK = weight_NK if codes is None and transposed is None else None
         ctx.save_for_backward(*inputs, a_LK, b_NL, kept_NK)
         ctx.codes, ctx.transposed = codes, transposed

@@ -1,14 +1,12 @@
-"""The base that an adapter was trained on, recorded in its folder.
-
-An adapter is trained on the rollouts' weights: quantized, and perhaps scaled before
-(`model.scaling`). `adapter_base.json` describes them:
+"""The base that an adapter was trained on: the rollouts' weights, as `adapter_base.json` describes
+them.
 
     weights      the format of the linear weights, or each layer's (`quant.mixed`); null: the model's own
-    dtype        of the model before it was quantized, and of what was not quantized
-    uaq_scale    the scale s before it was quantized; null: none
+    dtype        of the model before it was quantized, and of what was not
+    uaq_scale    the scale s before it was quantized (`model.scaling`); null: none
 
-PEFT and vLLM ignore this file and put the adapter on the model of adapter_config.json as it is. A
-folder without the file is an adapter on that model.
+Without this file, which PEFT and vLLM ignore, the base is the model of adapter_config.json as it
+is.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ class Base:
 
 
 def of(model: Transformer, uaq_scale: float) -> Base:
-    """Return the base under a model's adapter. uaq_scale: the s that it carries."""
+    """Return the base under a model's adapter."""
     dtype = str(model.dtype).removeprefix("torch.")
     return Base(model.weight_format, dtype, None if uaq_scale == 1 else uaq_scale)
 
@@ -65,7 +63,7 @@ def write(base: Base, folder: Path) -> None:
 
 
 def read(folder: Path) -> Base | None:
-    """Read an adapter folder's base, if it has one. ValueError names the file and the key."""
+    """Read an adapter folder's base, if any. ValueError names the file and the key."""
     path = folder / FILE
     if not path.exists():
         return None
@@ -97,11 +95,9 @@ def read(folder: Path) -> Base | None:
 
 
 def base_of(folder: Path) -> str:
-    """Return the model folder of an adapter folder: a `base` inside it, else the one that its
-    adapter_config.json names, of a hub id the downloaded revision.
-
-    Never connects. ValueError when the model is not on this machine, or is an adapter itself.
-    """
+    """Return the model folder of an adapter folder: a `base` inside it, else the one of its
+    adapter_config.json, of a hub id the downloaded revision. Never connects. ValueError when the
+    model is not on this machine, or is an adapter itself."""
     if (folder / "base").is_dir():
         return str(folder / "base")
     path = folder / "adapter_config.json"
@@ -135,7 +131,7 @@ def base_of(folder: Path) -> str:
 
 
 def read_adapter_config(path: Path) -> dict[str, Any]:
-    """Read a LoRA adapter's config. ValueError for another kind of adapter."""
+    """Read a LoRA adapter's config. ValueError for another kind."""
     config = read_json(path)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise ValueError(f"{path}: peft_type: expected LORA")

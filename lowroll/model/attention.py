@@ -1,14 +1,13 @@
 """The `attend` interface and the learner's attention.
 
-A model calls `attend(layer, AttentionInputs) -> o_THd`. The learner passes `varlen`, the engine paged
-attention (`lowroll.kv.attention`).
+A model calls `attend(layer, AttentionInputs) -> o_THd`. The learner passes `varlen`, the engine
+paged attention (`lowroll.kv.attention`).
 
-Attention sinks are one logit a query head, which takes part in the softmax and has no value:
+An attention sink is a logit of a query head that takes part in the softmax without a value:
 
     o = sum_j exp(s_j) v_j / (exp(sink) + sum_j exp(s_j))
 
-Legend: T packed tokens, H query heads, G key-value heads, d head size, S sequences, L tokens of a
-sequence.
+Legend: `model`; L tokens of a sequence, C queries.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from lowroll.model import flash
 
 
 class AttentionInputs(NamedTuple):
-    """What attention reads of packed tokens, and the sinks of the layer's query heads, if any."""
+    """The inputs of attention over packed tokens."""
 
     q_THd: Tensor
     k_TGd: Tensor
@@ -48,9 +47,9 @@ class AttentionInputs(NamedTuple):
 Attend = Callable[[int, AttentionInputs], Tensor]
 
 
-MOST_SCORES = 1 << 24  # scores of a head at once, for stacked sequences
+MOST_SCORES = 1 << 24  # scores of a head at once
 MOST_STACKS = 4  # lengths of a micro-batch that get a call each on CUDA
-# tokens of a sequence from which cuDNN repays its 30 ms of planning a new shape
+# tokens from which cuDNN repays its 30 ms of planning a shape
 LONG = 1024
 FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
@@ -63,9 +62,8 @@ FASTEST_FIRST = [
 def varlen(
     lengths: Sequence[int], device: torch.device | str = "cpu", windows: Sequence[int] = ()
 ) -> Attend:
-    """Return causal attention over packed sequences of these lengths, without padding.
-
-    windows: of each layer, how many last keys a query sees, itself included; 0, or none: all.
+    """Return causal attention over packed sequences of these lengths, without padding. windows: of
+    each layer (`LayerSpec`).
 
     Sequences of equal length share one call: cuDNN's in half precision on CUDA, twice as fast as
     flash attention. There, short sequences, and more than MOST_STACKS lengths, use torch's
@@ -85,11 +83,11 @@ def varlen(
     if torch.device(device).type == "cuda":
         flash_bounds = upload(torch.tensor(bounds, dtype=torch.int32), device)
 
-    @cache  # made at the first use, for all layers
+    @cache
     def order() -> tuple[Tensor, Tensor]:
         return _stacked_order(starts_by_length, device)
 
-    mask = cache(_added_mask)  # one for all layers, which backward passes keep
+    mask = cache(_added_mask)  # one for all layers, as backward passes keep it
 
     def attend(layer: int, inputs: AttentionInputs) -> Tensor:
         q_THd = inputs.q_THd
@@ -112,28 +110,25 @@ def varlen(
 def _stacked_order(
     starts_by_length: dict[int, list[int]], device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """Return the indices that sort packed tokens by their sequence's length, and those that sort
-    them back, both [T]."""
     spans = [(s, s + length) for length, starts in starts_by_length.items() for s in starts]
     order_T = tokens_of(spans, device)
     return order_T, inverse(order_T)
 
 
 def tokens_of(spans: Iterable[tuple[int, int]], device: torch.device | str) -> Tensor:
-    """Return the indices of the tokens of [start, stop) spans, one after the other: int64 [T]."""
+    """Return the indices of the tokens of [start, stop) spans: int64 [T]."""
     return upload(torch.tensor([t for start, stop in spans for t in range(start, stop)]), device)
 
 
 def inverse(order_T: Tensor) -> Tensor:
-    """Return the permutation that undoes another."""
+    """Return the inverse of a permutation."""
     back_T = torch.empty_like(order_T)
     back_T[order_T] = torch.arange(len(order_T), device=order_T.device)
     return back_T
 
 
 def exact_varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend:
-    """Return `varlen` in which a query's bits depend on it and its keys alone
-    (`kernels.batch_invariant.attention`). The gradient is that of `varlen`."""
+    """Return `varlen`, with its gradient, where a query's bits depend on it and its keys alone."""
     plain_attention = varlen(lengths, device)
     lengths_S = upload(torch.tensor(lengths, dtype=torch.int32), device)
     invariant_attention = invariant.packed(lengths_S, sum(lengths))
@@ -169,15 +164,14 @@ def suffixes(
     windows: Sequence[int] = (),
 ) -> Attend:
     """Return causal attention of the last `lengths` tokens of each sequence over all its `totals`
-    tokens, in each layer with its window (`varlen`).
+    tokens: q [sum lengths, H, d], k and v [sum totals, G, d].
 
-    The inputs are q [sum lengths, H, d], and k and v [sum totals, G, d]. In half precision on CUDA,
-    where head sizes allow, one call of torch's variable-length flash attention computes all. Else
-    each sequence has a call, or with `stacked` all of one length and total together, MOST_SCORES at
-    a time; last bits may then depend on the other sequences.
+    Torch's variable-length flash attention computes all in one call where it can. Else each
+    sequence has a call, or with `stacked` those of one shape; last bits may then depend on the
+    other sequences.
     """
     spans = list(zip(lengths, totals, strict=True))
-    flash_bounds = []  # of the queries and of the keys
+    flash_bounds = []
     if torch.device(device).type == "cuda":
         flash_bounds = [
             upload(torch.tensor([0, *accumulate(sizes)], dtype=torch.int32), device)
@@ -214,9 +208,6 @@ def suffixes(
 
 @dataclass(frozen=True)
 class _Stack:
-    """Attention of sequences of one shape in one call: `length` queries of each over `total` keys.
-    queries_C and keys_T index them in the packed tensors."""
-
     length: int
     total: int
     queries_C: Tensor
@@ -240,8 +231,6 @@ class _Stack:
 def _stacks(
     lengths: Sequence[int], totals: Sequence[int], device: torch.device | str
 ) -> Iterator[_Stack]:
-    """Group sequences by length and total, with up to MOST_SCORES scores of a head at once."""
-    # the first query and the first key of the sequences with each length and total
     starts_by_shape: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     first_query = first_key = 0
     for length, total in zip(lengths, totals, strict=True):
@@ -258,13 +247,12 @@ def _stacks(
 
 
 def _window(windows: Sequence[int], layer: int, longest: int) -> int:
-    """Return a layer's window, or 0 where it hides nothing of the longest sequence."""
     window = windows[layer] if windows else 0
     return window if window < longest else 0
 
 
 def _mask(before: int, total: int, window: int, device: torch.device) -> Tensor:
-    """Return which of `total` keys the queries after the first `before` tokens see: [C, T]."""
+    """Return which keys the queries after the first `before` tokens see: [C, T]."""
     pos_T = torch.arange(total, device=device)
     pos_C = pos_T[before:, None]
     mask_CT = pos_T <= pos_C
@@ -274,14 +262,12 @@ def _mask(before: int, total: int, window: int, device: torch.device) -> Tensor:
 def _added_mask(
     length: int, window: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """Return what is added to a sequence's scores, [L, L], or None without an effective window."""
     if not 0 < window < length:
         return None
     return _added(_mask(0, length, window, device), dtype)
 
 
 def _added(seen_CT: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what is added to scores so that keys that are not seen have no weight."""
     zeros_CT = torch.zeros(seen_CT.shape, dtype=dtype, device=seen_CT.device)
     return zeros_CT.masked_fill_(~seen_CT, -torch.inf)
 
@@ -301,7 +287,7 @@ def attend_with_sinks(
     q_SHCd: Tensor, k_SGTd: Tensor, v_SGTd: Tensor, mask_CT: Tensor | None, sinks_H: Tensor
 ) -> Tensor:
     """Compute attention with sinks. mask_CT: which keys are seen, or what is added to scores; None:
-    causal, with as many queries as keys. Differentiable."""
+    causal."""
     if mask_CT is not None and mask_CT.dtype == torch.bool:
         mask_CT = _added(mask_CT, q_SHCd.dtype)
     if q_SHCd.device.type == "cpu":
@@ -314,12 +300,12 @@ def attend_with_sinks(
 def attend_with_a_key_of_sinks(
     q_SHCd: Tensor, k_SGTd: Tensor, v_SGTd: Tensor, mask_CT: Tensor | None, sinks_H: Tensor
 ) -> Tensor:
-    """Compute `attend_with_sinks` on any device: a sink is the score of a key of zeros with a value
-    of zeros. mask_CT: is added to scores."""
+    """Compute `attend_with_sinks` on any device: a sink is a key of zeros with a value of zeros,
+    and its score."""
     queries, keys = q_SHCd.shape[2], k_SGTd.shape[2]
     if mask_CT is None:
         mask_CT = _added(_mask(0, keys, 0, q_SHCd.device), q_SHCd.dtype)
-    # X: the keys, and the one of the sink, whose score of 0 becomes the sink
+    # X: the keys, and the one of the sink
     sinks_HC1 = sinks_H.to(mask_CT.dtype)[:, None, None].expand(-1, queries, 1)
     added_HCX = torch.cat([mask_CT.expand(len(sinks_H), queries, keys), sinks_HC1], 2)
     k_SGXd, v_SGXd = (F.pad(x, (0, 0, 0, 1)) for x in (k_SGTd, v_SGTd))
@@ -338,9 +324,8 @@ def upload(x: Tensor, device: torch.device | str) -> Tensor:
 def _attend_stacks(
     inputs: AttentionInputs, shapes: list[tuple[int, int]], masks: list[Tensor | None]
 ) -> Tensor:
-    """Compute attention with one call for all sequences of one length, whose tokens come together.
-    shapes: (count, length) of each length. masks: for each length, what is added to the scores [L,
-    L]; None: causal without a window."""
+    """Compute attention of packed tokens, sorted by length. shapes: (count, length). masks: added
+    to scores [L, L]; None: causal without a window."""
     q_THd, k_TGd, v_TGd, sinks_H = inputs
     sizes = [count * length for count, length in shapes]
     outputs = []

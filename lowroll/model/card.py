@@ -18,12 +18,8 @@ _UNMEASURED = (
 
 
 def write(folder: Path, named: str, base: Base, holds: str | None = None, cost: str = "") -> None:
-    """Write the card of an adapter on `base`, made of the model `named` (a folder, a hub id, or
-    "").
-
-    holds: the low-bit format of that model's files. cost: the measured effect of the adapter on
-    that model as it is.
-    """
+    """Write the card of an adapter on `base`. named: the base's model (a folder, a hub id, or "").
+    holds: the low-bit format of its files. cost: the measured effect of the adapter on it."""
     body = [
         "# LoRA adapter",
         f"Learned with lowroll on {f'`{named}`' if named else 'a model without a name'}, linear "

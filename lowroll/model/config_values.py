@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-MOST = 2**31 - 1  # of any integer in a config
-LARGE = 1e30  # of any other number: must fit float32
+MOST = 2**31 - 1
+LARGE = 1e30  # must fit float32
 
 
 def integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return a positive integer. ValueError names the key."""
+    """Return a positive integer."""
     value = config.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
@@ -19,7 +19,7 @@ def integer(config: Mapping[str, Any], key: str, default: int | None = None) -> 
 
 
 def count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return an integer, 0 or positive. ValueError names the key."""
+    """Return an integer, 0 or positive."""
     value = config.get(key, default)
     return 0 if type(value) is int and value == 0 else integer(config, key, default)
 
@@ -30,7 +30,7 @@ def expert_count_key(config: Mapping[str, Any]) -> str:
 
 
 def positive(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """Return a positive number. ValueError names the key."""
+    """Return a positive number."""
     value = config.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGE:
@@ -39,7 +39,7 @@ def positive(config: Mapping[str, Any], key: str, default: float | None = None) 
 
 
 def flag(config: Mapping[str, Any], key: str) -> bool:
-    """Return a boolean, False where there is none. ValueError names the key."""
+    """Return a boolean, False where there is none."""
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
         raise ValueError(f"{key}: expected true or false, got {value!r}")
@@ -47,7 +47,7 @@ def flag(config: Mapping[str, Any], key: str) -> bool:
 
 
 def token_ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """Return token ids, of which a config names none, one or a list. ValueError names the key."""
+    """Return token ids, of which a config names none, one or a list."""
     value = config.get(key)
     if value is None:
         return ()
@@ -61,7 +61,7 @@ def token_ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
 
 
 def layer_list(config: Mapping[str, Any], key: str, kinds: set[Any], layers: int) -> list[Any]:
-    """Return a list with one of these kinds for each layer. ValueError names the key."""
+    """Return a list with one of these kinds for each layer."""
     values = config.get(key)
     if not isinstance(values, list) or len(values) != layers:
         raise ValueError(f"{key}: expected a list of {layers} values, one for each layer")

@@ -1,15 +1,14 @@
-"""The gated delta net, which most layers of Qwen3-Next and Qwen3.5 have in place of attention.
+"""The gated delta net, which most layers of Qwen3-Next and Qwen3.5 have in place of attention (Yang
+et al. 2024, arXiv 2412.06464).
 
     q, k, v = split(convolve(W_qkv x))        each head's q and k to unit length, q by 1 / sqrt(k) too
     decay = -exp(A_log) softplus(W_a x + dt_bias)                      beta = sigmoid(W_b x)
     y = W_o (rms_norm(delta_rule(q, k, v, decay, beta)) * weight * silu(W_z x))
 
-(Yang et al. 2024, arXiv 2412.06464.) Convolution and rule have states, so they are an argument, as
-attention is: the net calls `recur(layer, inputs) -> o_THv`. The
-learner passes `packed_recurrence`. Everything between the products is float32.
+Convolution and rule have states, so they are an argument, `recur(layer, inputs) -> o_THv`.
+Everything between the products is float32.
 
-Legend: T packed tokens, D hidden size, G key heads, H value heads, k key size, v value size, C
-channels of q, k and v, K taps of the convolution.
+Legend: `model.recurrence`; D hidden size, G key heads, H value heads.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from lowroll.model.layers import LEARNER, Layers
 from lowroll.model.recurrence import convolve, delta_rule
 from lowroll.model.stream import Stream, dense
 
-UNIT_EPS = 1e-6  # added to the squared length of q and k
+UNIT_EPS = 1e-6  # added to the squared length
 
 
 def split_heads(sizes: DeltaSpec, qkv_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut convolved q, k and v into heads. Return q and k [T, H, k], float32 and of unit length,
-    with q then scaled and each key head repeated for its value heads, and v [T, H, v]."""
+    """Cut convolved q, k and v into heads. Return normalized q and k [T, H, k], float32, with key
+    heads repeated for their value heads, and v [T, H, v]."""
     keys = sizes.key_heads * sizes.key_dim
     q_TC, k_TC, v_TC = qkv_TC.split([keys, keys, sizes.values], dim=-1)
     key_shape = (sizes.key_heads, sizes.key_dim)
@@ -46,8 +45,8 @@ def split_heads(sizes: DeltaSpec, qkv_TC: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 class DeltaInputs(NamedTuple):
-    """What a recurrence reads of tokens: q, k and v before the convolution, the logarithms of
-    decays and beta, float32; and the convolution's weight."""
+    """The inputs of a recurrence: q, k and v before the convolution, decays (logarithms) and beta,
+    float32, and the convolution's weight."""
 
     qkv_TC: Tensor
     decay_TH: Tensor
@@ -56,7 +55,7 @@ class DeltaInputs(NamedTuple):
     sizes: DeltaSpec
 
     def tokens(self, convolved_TC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return q, k, v, decay and beta for the delta rule."""
+        """Return the inputs of the delta rule."""
         return *split_heads(self.sizes, convolved_TC), self.decay_TH, self.beta_TH
 
 
@@ -65,7 +64,7 @@ Recur = Callable[[int, DeltaInputs], Tensor]
 
 @dataclass(frozen=True)
 class Mixing:
-    """Attention with the recurrence of other layers beside it, over the same tokens."""
+    """Attention, and recurrence in other layers."""
 
     attend: Attend
     recur: Recur
@@ -75,7 +74,7 @@ class Mixing:
 
 
 def packed_recurrence(lengths: Sequence[int]) -> Recur:
-    """Return the recurrence over whole packed sequences of these lengths."""
+    """Return the recurrence over packed sequences."""
 
     def recur(_layer: int, inputs: DeltaInputs) -> Tensor:
         convolved_TC, _ = convolve(inputs.qkv_TC, inputs.weight_CK, lengths)
@@ -85,10 +84,8 @@ def packed_recurrence(lengths: Sequence[int]) -> Recur:
 
 
 class GatedDeltaNet(nn.Module):
-    """The mixer of tokens of one layer. Parameters are uninitialized.
-
-    The matrix of b and a is never quantized: it is small, and decides how long a state remembers.
-    """
+    """A layer's token mixer, uninitialized. The matrix of b and a is never quantized: it is small,
+    and decides how long a state remembers."""
 
     def __init__(
         self,
@@ -110,14 +107,14 @@ class GatedDeltaNet(nn.Module):
             return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
 
         self.ba_weight = vector(2 * sizes.value_heads, hidden_size)
-        self.conv_weight = vector(sizes.channels, 1, sizes.taps)  # conv1d.weight
-        self.decay_log = vector(sizes.value_heads)  # A_log
+        self.conv_weight = vector(sizes.channels, 1, sizes.taps)
+        self.decay_log = vector(sizes.value_heads)
         self.dt_bias = vector(sizes.value_heads)
-        self.norm_weight = vector(sizes.value_dim)  # norm.weight
+        self.norm_weight = vector(sizes.value_dim)
         self.o = layers.linear(sizes.values, {"out_proj": hidden_size}, False, device, dtype)
 
     def forward(self, x_TD: Tensor, recur: Recur) -> Stream:
-        """Return what the layer adds to the residual stream [T, D]."""
+        """Return the layer's update [T, D]."""
         qkv_TC, z_THv, beta_TH, decay_TH = self.project(x_TD)
         weight_CK = self.conv_weight.squeeze(1)
         o_THv = recur(self.layer, DeltaInputs(qkv_TC, decay_TH, beta_TH, weight_CK, self.sizes))
@@ -129,7 +126,7 @@ class GatedDeltaNet(nn.Module):
         sizes = self.sizes
         qkvz = dense(self.qkvz(self.qkvz.read(x_TD)))
         ba = F.linear(x_TD, self.ba_weight)
-        if sizes.grouped:  # the checkpoint's order: a key head, with the value heads that it serves
+        if sizes.grouped:  # the checkpoint's order
             heads = sizes.value_heads // sizes.key_heads
             values = heads * sizes.value_dim
             q_TC, k_TC, v_TC, z_TC = _ungrouped(
@@ -152,8 +149,6 @@ class GatedDeltaNet(nn.Module):
 
 
 def _ungrouped(x_TN: Tensor, sizes: DeltaSpec, widths: list[int]) -> list[Tensor]:
-    """Return the parts [T, ...] of rows that are grouped by key head. widths: of each part in a
-    group."""
     x_TGe = x_TN.unflatten(-1, (sizes.key_heads, -1))
     return [part.flatten(1) for part in x_TGe.split(widths, dim=-1)]
 

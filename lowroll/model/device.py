@@ -8,11 +8,8 @@ from lowroll import machine
 
 
 def pick_device(device: str | torch.device = "auto") -> torch.device:
-    """Return the device; `auto` is CUDA when there is one. A CUDA device gets an index, and becomes
-    the current one, on which kernels are launched: call this before loading or quantizing.
-
-    ValueError when CUDA is missing.
-    """
+    """Return the device; `auto` is CUDA when there is one. A CUDA device becomes the current one,
+    on which kernels are launched: call this first. ValueError when CUDA is missing."""
     if str(device) == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     picked = torch.device(device)
@@ -30,8 +27,7 @@ def dtype_on(device: torch.device) -> torch.dtype:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Return the bytes that the device (the machine, for a CPU) could give now; None where the
-    system does not say."""
+    """Return the bytes that the device, or a CPU's machine, could give now; None if unknown."""
     if device.type == "cuda":
         unused_cache = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused_cache
@@ -39,8 +35,8 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def total_memory(device: torch.device | str) -> int | None:
-    """Return the device's total memory (that this process may use, for a CPU) in bytes, or None
-    where unknown."""
+    """Return the device's total memory in bytes, for a CPU what this process may use; None if
+    unknown."""
     torch_device = torch.device(device)
     if torch_device.type == "cuda":
         return int(torch.cuda.mem_get_info(torch_device)[1])

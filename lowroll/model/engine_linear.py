@@ -3,7 +3,7 @@
 Where the format's kernel takes quantized rows, the input's producer quantizes it (`row_kind`), and
 the product's reader may apply the scales (`Product`).
 
-Legend: T tokens, K in features, N out features.
+Legend: `model`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lowroll.quant.formats import QTensor, get_format
 
 class EngineLinear(Linear):
     """A QTensor multiplied in its format's own arithmetic, without gradients. Call `set_weight`
-    before it multiplies."""
+    first."""
 
     @property
     def codes(self) -> QTensor:

@@ -1,7 +1,6 @@
-"""The conditions for an exact model (`Transformer.be_exact`).
-
-Rows have the same bits in any batch if every operation is in `kernels.batch_invariant`, or a product of
-codes with exact integer sums (INT8; on a CPU also 4 bits).
+"""The conditions for an exact model (`Transformer.be_exact`): every operation is in
+`kernels.batch_invariant`, or a product of codes with exact integer sums (INT8; on a CPU also 4
+bits).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from lowroll.quant.formats import QTensor, get_format
 
 
 def make(model: Transformer, key: str = "rollout.exact") -> None:
-    """Make a model exact. ValueError as `refuse`, and for layers of another dtype than the model's."""
+    """Make a model exact. ValueError as `refuse`, and for layers of another dtype."""
     weights = [linear.weight for _, linear in model.linears()]
     weight_formats = {get_format(w.format) for w in weights if isinstance(w, QTensor)}
     if other_dtype_formats := [

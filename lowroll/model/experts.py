@@ -1,20 +1,15 @@
 """Mixture of experts: each token's weighted sum of S of E SwiGLU networks.
 
-    p = softmax(R x)        float32, over the E experts
-    chosen: the S largest p, of equal ones the lower expert;    g = p of the chosen, over their sum if the spec says so
     y = sum_s g_s W_down[e_s] (silu(W_gate[e_s] x) * W_up[e_s] x)
 
-(Shazeer et al. 2017, arXiv 1701.06538, with the softmax before the choice as in Qwen3-MoE.) Router
-logits are float32 sums (`kernels.moe.route`, which has the scores by sigmoids too). The correction
-of sigmoids for the choice has no gradient: training balances no load, and leaves it as it is. With
-`has_biases`, R x and all products have a bias; with a `clamped_gate`, the SwiGLU is
-`kernels.fused.swiglu.clamped_swiglu`.
+(Shazeer et al. 2017, arXiv 1701.06538, with the softmax before the choice as in Qwen3-MoE; variants
+as in `MixtureSpec`.) `kernels.moe.route` chooses the experts e_s and their weights g_s.
 
 All experts are stacked in one `Linear` with the parts "experts.7.gate_proj" and so on: formats and
 checkpoints see one matrix [E N, K]. It is multiplied with rows sorted by expert
 (`kernels.moe.grouped`).
 
-Legend: T tokens, S choices a token, P = T S slots, E experts, D hidden size, N out, K in features.
+Legend: `model`; S choices a token, P = T S slots, E experts.
 """
 
 from __future__ import annotations
@@ -57,13 +52,13 @@ class Router(nn.Module):
         self.scores = mixture.scores
         self.correction_bias: nn.Parameter | None = None
         if self.scores is not None:
-            # bfloat16 would change which experts are chosen
+            # bfloat16 would change the choice; without load balancing there is no gradient
             correction_E = torch.empty(mixture.num_experts, device=device, dtype=torch.float32)
             self.correction_bias = nn.Parameter(correction_E, requires_grad=False)
 
     @property
     def routing(self) -> Routing:
-        """The parameters of the choice, with the tensors that the module has now."""
+        """The parameters of the choice."""
         sigmoids = None
         if self.scores is not None:
             assert self.correction_bias is not None
@@ -72,7 +67,7 @@ class Router(nn.Module):
         return Routing(self.choices, self.renormalize, self.bias, sigmoids)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """Move the module as torch does; the correction keeps its dtype."""
+        """Move the module, but keep the correction's dtype."""
         kept_E = None if self.correction_bias is None else self.correction_bias.detach()
         super()._apply(fn, recurse)
         moved_E = self.correction_bias
@@ -81,7 +76,7 @@ class Router(nn.Module):
         return self
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (weights [T, S] in float32, experts [T, S]), the best first."""
+        """Return weights [T, S], float32, and experts [T, S], the best first."""
         return choose(x_TD, self.weight, self.routing)
 
 
@@ -110,7 +105,7 @@ class StackedLinear(Linear):
         super().set_weight(weight)
 
     def products(self, x_PK: Tensor, groups: Groups) -> Tensor:
-        """Multiply sorted rows with their experts' matrices, and add the biases: [P, N]."""
+        """Multiply sorted rows with their experts' matrices: [P, N]."""
         y_PN = self.multiply(x_PK, groups)
         if self.bias is None:
             return y_PN
@@ -124,7 +119,7 @@ class StackedLinear(Linear):
 
 
 class LearnerStack(StackedLinear):
-    """A learner's stack, whose numbers are the same with and without gradients."""
+    """A learner's stack, whose numbers are the same without gradients."""
 
     @property
     def codes(self) -> QTensor | None:
@@ -142,7 +137,7 @@ class LearnerStack(StackedLinear):
 
 
 class EngineStack(StackedLinear):
-    """An engine's stack: QTensors in their format's own arithmetic, without gradients."""
+    """An engine's stack, without gradients."""
 
     @property
     def codes(self) -> QTensor:
@@ -176,7 +171,7 @@ class Experts(nn.Module):
         self.gate_up = make_stack(hidden, {"gate_proj": mlp_size, "up_proj": mlp_size})
         self.down = make_stack(mlp_size, {"down_proj": hidden})
         self.clamped_gate = mixture.clamped_gate
-        self.exact = False  # see `Transformer.be_exact`
+        self.exact = False
 
     def forward(self, x_TD: Tensor) -> Tensor:
         if self.exact:
@@ -193,8 +188,6 @@ class Experts(nn.Module):
         return combine(y_PD, weights_TS, x_TD.dtype, groups)
 
     def _exactly(self, x_TD: Tensor) -> Tensor:
-        """Compute `forward` with the same bits in any batch: the router's logits are invariant, and
-        a token's experts are added in the order in which it chose them."""
         logits_TE = product.linear(x_TD, self.router.weight)
         weights_TS, experts_TS = choose_by(logits_TE, self.router.routing)
         groups = sort_slots(experts_TS, self.gate_up.num_experts)
@@ -231,8 +224,7 @@ class EngineExperts(Experts):
 
 class _GroupedProduct(torch.autograd.Function):
     """Products of rows sorted by expert: forward in the format's own arithmetic if `aligned`,
-    backward with the dequantized weight. The gradient is the master's, if there is one
-    (straight-through)."""
+    backward with the dequantized weight."""
 
     @staticmethod
     def forward(
@@ -273,14 +265,13 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def _dense_by_expert(weight: Tensor | QTensor, num_experts: int, dtype: torch.dtype) -> Tensor:
-    """Return the dense weight as [E, N, K]."""
     w_NK = weight.dequantize(dtype) if isinstance(weight, QTensor) else weight.detach().to(dtype)
     return w_NK.contiguous().view(num_experts, -1, w_NK.shape[1])  # int4's may have a padded row
 
 
 def _make_stack(weight: QTensor, num_experts: int, dtype: torch.dtype) -> Stack:
-    """Return the weight as stored if the kernels support its format, else dequantized: to float32
-    for a format that rounds activations, else to `dtype`."""
+    """Return the weight as stored if the kernels support it, else dequantized, to float32 for a
+    format that rounds activations."""
     format = get_format(weight.format)
     rounded = None
     if format.stacked:
@@ -306,7 +297,6 @@ def _low_bit_multiply(
 def _low_bit_product(
     x_PK: Tensor, weight: QTensor, groups: Groups, num_experts: int, exact: bool
 ) -> Tensor:
-    """Multiply each expert's rows by its codes, one expert after the other."""
     experts = weight.derive("experts", lambda q: tuple(_split_experts(q, num_experts)))
     return torch.cat(
         [

@@ -1,7 +1,5 @@
-"""Bounded reads of an untrusted model folder.
-
-Claims are checked against file sizes and memory before they are used; every refusal is a one-line
-ValueError that names the file.
+"""Bounded reads of an untrusted model folder. Claims are checked against file sizes and memory
+before they are used; every ValueError is one line and names the file.
 """
 
 from __future__ import annotations
@@ -17,15 +15,15 @@ from safetensors import SafetensorError, safe_open
 from lowroll.types import printable
 
 MOST_JSON = 16 << 20  # bytes; parsed JSON takes up to forty times the memory
-# bytes of a tokenizer.json; the largest known has 35 MB
+# bytes; the largest known has 35 MB
 MOST_TOKENIZER = 256 << 20
-MOST_HEADER = 32 << 20  # bytes of a safetensors header; 100 a tensor
+MOST_HEADER = 32 << 20  # bytes; 100 a tensor
 
 Headers = dict[str, tuple[tuple[int, ...], str]]  # tensor: (shape, safetensors dtype)
 
 
 def regular(path: Path, most: int) -> int:
-    """Return the size of a file. ValueError above `most` bytes, or for what is no regular file."""
+    """Return the size of a regular file of at most `most` bytes."""
     try:
         status = path.stat()
     except OSError as error:
@@ -40,7 +38,7 @@ def regular(path: Path, most: int) -> int:
 
 
 def read_json(path: Path, most: int = MOST_JSON) -> Any:
-    """Read a JSON file of at most `most` bytes. ValueError names the file and the reason."""
+    """Read a JSON file of at most `most` bytes."""
     regular(path, most)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -53,7 +51,7 @@ def read_json(path: Path, most: int = MOST_JSON) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object. ValueError names the file and the reason."""
+    """Read a JSON object."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise ValueError(f"{printable(path)}: expected a JSON object")
@@ -61,7 +59,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def tensor_headers(path: Path) -> Headers:
-    """Return shapes and dtypes from a safetensors header. ValueError names a damaged file."""
+    """Return shapes and dtypes from a safetensors header."""
     size = regular(path, 1 << 62)
     try:
         with open(path, "rb") as file:

@@ -1,16 +1,16 @@
-"""Attention by torch's kernels that give log-sum-exps: over packed sequences on CUDA, and with sinks.
+"""Attention by torch's kernels that give log-sum-exps: over packed sequences on CUDA, and with
+sinks.
 
-With the log-sum-exp of plain attention, a sink scales the output of a query head:
+A sink scales the output of a query head:
 
     lse' = log(exp(lse) + exp(sink)),    o' = o exp(lse - lse')
 
-torch's backward pass takes the output and a log-sum-exp: with those of the sink, its probabilities
-exp(s - lse') and its row sums of do * o' are those of attention with the sink, so the gradients of q,
-k and v are exact. The sink's value is zero, which leaves the row sum alone:
+torch's backward pass, given o' and lse', has the probabilities exp(s - lse') and row sums of do *
+o' of attention with the sink, so the gradients of q, k and v are exact. The sink's value is zero:
 
     dsink = -sum over queries of exp(sink - lse') sum(do * o')
 
-Legend: C query tokens, T key tokens, H query heads, G key-value heads, d head size, X any leading axes.
+Legend: `model`; C query tokens, T key tokens, X any leading axes.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class AttentionKernel(Protocol):
-    """Plain attention of q [X, H, d] over k and v [X, G, d], and its gradients."""
+    """Plain attention of q [X, H, d] over k and v [X, G, d]."""
 
     def forward(self, q_XHd: Tensor, k_XGd: Tensor, v_XGd: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output, and its log-sum-exps [X, H] in float32."""
+        """Return the output, and log-sum-exps [X, H] in float32."""
         ...
 
     def backward(
@@ -48,12 +48,8 @@ class AttentionKernel(Protocol):
 
 @dataclass(frozen=True)
 class Packed:
-    """Causal attention of packed sequences on CUDA, [C, H, d], the last query aligned with the last
-    key.
-
-    q_bounds, k_bounds: int32 [S + 1] on the device. q_longest, k_longest: of the sequences. window:
-    the last keys that a query sees; 0: all.
-    """
+    """Causal attention of packed sequences on CUDA, the last query aligned with the last key.
+    q_bounds, k_bounds: int32 [S + 1] on the device. window: as in `LayerSpec`."""
 
     q_bounds: Tensor
     q_longest: int
@@ -62,7 +58,7 @@ class Packed:
     window: int = 0
 
     def forward(self, q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> tuple[Tensor, Tensor]:
-        # without dropout; a window's end at the query makes it causal, too
+        # a window that ends at the query is causal
         o_CHd, lse_HC, *_ = torch.ops.aten._flash_attention_forward(
             q_CHd, k_TGd, v_TGd, *self._places, 0.0, self.window == 0, False, **self._window
         )
@@ -105,8 +101,8 @@ class Packed:
 
 @dataclass(frozen=True)
 class Masked:
-    """Attention of sequences of one length on a CPU, [S, C, H, d]. added_CT: is added to scores;
-    None: causal."""
+    """Attention of sequences of one length on a CPU, [S, C, H, d]. added_CT: added to scores; None:
+    causal."""
 
     added_CT: Tensor | None = None
 
@@ -140,7 +136,7 @@ def _by_head(*x_SCHd: Tensor) -> list[Tensor]:
 
 
 def flashes(dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether torch's attention of packed sequences on CUDA takes such heads."""
+    """Return whether torch's flash attention on CUDA takes such heads."""
     return dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= WIDEST
 
 
@@ -153,7 +149,7 @@ def attend_packed(
 def attend(
     q_XHd: Tensor, k_XGd: Tensor, v_XGd: Tensor, sinks_H: Tensor | None, kernel: AttentionKernel
 ) -> Tensor:
-    """Compute attention by a kernel, with sinks where there are any. Differentiable."""
+    """Compute attention, with sinks if any."""
     o_XHd = _Attention.apply(q_XHd, k_XGd, v_XGd, sinks_H, kernel)
     assert isinstance(o_XHd, Tensor)
     return o_XHd

@@ -1,4 +1,4 @@
-"""Model folders: where they are, and which of their files may be copied."""
+"""Model folders, and which of their files may be copied."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def inside(folder: Path, name: str) -> Path | None:
 
 
 def copy_tokenizer(source: str | Path | None, target: Path) -> None:
-    """Copy a model folder's tokenizer files, if one is given. ValueError for a link out of it."""
+    """Copy a model folder's tokenizer files. ValueError for a link out of it."""
     for name in TOKENIZER_FILES:
         if source is not None and (path := inside(Path(source), name)) is not None:
             shutil.copyfile(path, target / name)
@@ -60,13 +60,13 @@ def why_hub_is_silent() -> str:
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set, and "
-    results: list[str] = []  # the name of the thread's error, "" for an answer; empty as it waits
+    results: list[str] = []  # the error's name, or "" for an answer
 
     def ask() -> None:
         try:
             get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
             results.append("")
-        except Exception as error:  # any network failure
+        except Exception as error:
             results.append(type(error).__name__)
 
     thread = threading.Thread(target=ask, daemon=True)  # a name lookup may take long
@@ -85,12 +85,12 @@ def resolve(
     connect: bool = True,
     key: str = "model",
 ) -> Path:
-    """Return a local model folder: a path; a short name (`model.aliases`); the folder made of a GGUF
-    file (`model.gguf`); or a downloaded hub id, at its newest commit or the revision. An existing
-    path comes first. weights: download them too.
+    """Return a local model folder: a path, which comes first; a short name (`model.aliases`); the
+    folder of a GGUF file (`model.gguf`); or a downloaded hub id, at its newest commit or the
+    revision.
 
-    connect: without it only this machine's hub cache is searched. key: the setting that names the
-    model. ValueError says what was tried.
+    weights: download them too. connect: else only this machine's hub cache is searched. key: the
+    setting to name. ValueError says what was tried.
     """
     folder = Path(source).expanduser()
     if folder.is_dir():

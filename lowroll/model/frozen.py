@@ -3,7 +3,7 @@
 The matrix is dequantized for each product, but a CPU with AMX multiplies int8 codes, rotated or
 not, directly with float32's precision (`kernels.matmul.limbs`), packed once a direction.
 
-Legend: T tokens, K in features, N out features.
+Legend: `model`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def add_input_gradient(x_grad_TK: Tensor, grad_TN: Tensor, weight: QTensor) -> T
     if not _in_bytes(grad_TN, weight):
         return x_grad_TK.addmm_(grad_TN, weight.dequantize(grad_TN.dtype))
     packed, scale_N = weight.derive("onednn of the transpose", _pack_transpose)
-    if weight.format == ROTATED:  # the rotation is its own transpose and inverse
+    if weight.format == ROTATED:  # the rotation is its own transpose
         rotated_TK = limbs.add_product(torch.zeros_like(x_grad_TK), grad_TN, packed, scale_N)
         return x_grad_TK.add_(rotate(rotated_TK))
     return limbs.add_product(x_grad_TK, grad_TN, packed, scale_N)

@@ -1,8 +1,8 @@
-"""GGUF files as model folders: transformers reads them, and their weights become dense.
+"""GGUF files as model folders: transformers reads them, and their weights become dense float32,
+which holds the numbers exactly.
 
-The folder is made once, in float32, which holds the numbers exactly, in the hub's cache. If all
-linear layers have one kind of block that is a format here (`quant.blocks`), and that format
-reproduces the file's codes bit for bit, `gguf.json` names it as the default format of rollouts.
+The folder is made once, in the hub's cache. If a format here (`quant.blocks`) reproduces the codes
+of all linear layers bit for bit, `gguf.json` names it as the default format of rollouts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lowroll.quant.blocks import keeps
 from lowroll.types import printable
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
-# keys that transformers ignores and that change the model
+# transformers ignores these keys, which change the model
 UNREAD = (".rope.scaling.", ".attention.sliding_window")
 FREQUENCIES = "rope_freqs.weight"
 NOTE = "gguf.json"
@@ -40,7 +40,7 @@ def home() -> Path:
 
 
 def require(name: str | Path) -> None:
-    """Raise ValueError with what to install when GGUF files cannot be read."""
+    """Raise ValueError with what to install, if GGUF files cannot be read."""
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(
             f"{printable(name)}: GGUF files need a package: pip install 'lowroll[gguf]'"
@@ -48,8 +48,7 @@ def require(name: str | Path) -> None:
 
 
 def folder_of(path: Path) -> Path:
-    """Return the folder with the config, dense weights and tokenizer of a GGUF file. ValueError
-    names the unreadable file, or what to install."""
+    """Return the folder of a GGUF file. ValueError for an unreadable file, or an absent package."""
     require(path)
     file = path.resolve()
     status = file.stat()
@@ -62,12 +61,12 @@ def folder_of(path: Path) -> Path:
 
 
 def make(file: Path, folder: Path) -> None:
-    """Make the folder of a GGUF file atomically, unless another process has. ValueError names an
+    """Make the folder of a GGUF file atomically, unless another process has. ValueError for an
     unreadable file."""
     log.warning("%s: its weights become dense float32, in %s", file.name, folder)
     try:
         publish_folder(folder, lambda target: _write(file, target), {"kind": "model"})
-    except FileExistsError:  # another process was faster
+    except FileExistsError:
         pass
     except OSError:
         raise
@@ -79,8 +78,8 @@ def make(file: Path, folder: Path) -> None:
 
 
 def format_of(folder: Path) -> str | None:
-    """Return the format whose codes are exactly the folder's dense weights, or None. ValueError
-    names a damaged gguf.json."""
+    """Return the format whose codes are the dense weights, or None. ValueError for a damaged
+    gguf.json."""
     if not (folder / NOTE).is_file():
         return None
     note = read_json(folder / NOTE)
@@ -116,7 +115,6 @@ def _write(file: Path, target: Path) -> None:
     home, name = str(file.parent), file.name
     model = AutoModelForCausalLM.from_pretrained(home, gguf_file=name, dtype=torch.float32)
     model.config.architectures = [type(model).__name__]
-    # saved as dense weights
     del model.hf_quantizer
     del model.config.quantization_config
     model.save_pretrained(target)
@@ -129,7 +127,6 @@ def _write(file: Path, target: Path) -> None:
 
 
 def _block_format(reader: Any) -> str | None:
-    """Return the format of the linear layers' blocks; None if they differ or it is unknown."""
     block_types = {
         tensor.tensor_type.name
         for tensor in reader.tensors

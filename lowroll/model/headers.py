@@ -1,5 +1,4 @@
-"""The names, shapes, dtypes and formats of a model folder, checked against its file headers before
-allocation."""
+"""The tensors and formats of a model folder, checked by file headers before allocation."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ Layouts = StoredLayout | PackedWeights | MixedLayout
 
 def read_headers(folder: Path) -> tuple[ModelSpec, Layouts | None, dict[str, Path]]:
     """Read a folder's spec, the layout of its linear layers, and the file of each tensor.
-    Raises ValueError under the same conditions as `hf.load`, except that it does not read the
-    values of tensors."""
+    ValueError as `hf.load`, but not for values."""
     spec = read_spec(folder)
     layout = read_folder_layout(folder)
     if isinstance(layout, StoredLayout | MixedLayout) and layout.rotated:
@@ -66,8 +64,7 @@ def read_headers(folder: Path) -> tuple[ModelSpec, Layouts | None, dict[str, Pat
 
 
 def refuse_two_rotations(spec: ModelSpec, what: object) -> None:
-    """Raise ValueError for a model whose down projections would be rotated in blocks of different
-    widths, which a folder's transforms, by kind of matrix, cannot say. what: to name."""
+    """Raise ValueError if down projections would be rotated in two widths, as a folder has one."""
     widths = {rotation.width(size) for size in widths_of_down(spec)}
     if len(widths) > 1:
         raise ValueError(
@@ -77,7 +74,7 @@ def refuse_two_rotations(spec: ModelSpec, what: object) -> None:
 
 
 def read_folder_layout(folder: Path) -> Layouts | None:
-    """Read the layout of a folder's linear layers; None when dense. ValueError names file and key."""
+    """Read the layout of a folder; None: dense. ValueError names file and key."""
     config = read_config(folder).get("quantization_config")
     if not config:
         return None
@@ -92,8 +89,8 @@ def read_folder_layout(folder: Path) -> Layouts | None:
 
 
 def low_bit_format(folder: Path, dtype: torch.dtype | None = None) -> str | None:
-    """Return the format of a folder's linear layers (for an adapter folder, of its base), or None
-    when dense. dtype: of dense layers in a mixed format, by default the folder's."""
+    """Return the format of the linear layers of a folder, or of an adapter's base; None: dense.
+    dtype: of dense layers in a mixed format, by default the folder's."""
     if (folder / "adapter_config.json").is_file():
         base = adapter_base.read(folder)
         if base is not None and base.weights is not None:
@@ -110,9 +107,8 @@ def low_bit_format(folder: Path, dtype: torch.dtype | None = None) -> str | None
 
 
 def exact_format(folder: Path, dtype: torch.dtype | None = None) -> str | None:
-    """Return the low-bit format that holds the linear layers exactly: that of `low_bit_format`, or
-    of a dense folder's GGUF file, or None. dtype: in which dense weights will be read; only float32
-    keeps a GGUF file's numbers exactly."""
+    """Return the low-bit format, of the folder or its GGUF file, that holds the linear layers
+    exactly. dtype: of dense weights; only float32 keeps a GGUF file's numbers."""
     folder_format = low_bit_format(folder, dtype)
     return (
         gguf.format_of(folder)
@@ -124,9 +120,8 @@ def exact_format(folder: Path, dtype: torch.dtype | None = None) -> str | None:
 def own_format(
     folder: Path, spec: ModelSpec, layout: Layouts | None, dtype: torch.dtype
 ) -> str | None:
-    """Return the format of a folder's linear layers, a registered mixed one if they differ; None
-    when they are or become dense. dtype: of dense layers in a mixed format. ValueError for parts of
-    one matrix that differ."""
+    """Return the format of a folder's linear layers, a registered mixed one if they differ; None:
+    dense. dtype: as in `low_bit_format`. ValueError if parts of one matrix differ."""
     if not isinstance(layout, MixedLayout):
         return None if layout is None else layout.format
     assignment, sizes = {}, {}
@@ -147,8 +142,7 @@ def own_format(
 
 
 def stored_names(part: str, shape: tuple[int, ...], layout: Layouts | None) -> dict[str, Header]:
-    """Return the tensors that a folder holds for a parameter of this HF name and shape, with the
-    shape and the dtypes that each may have."""
+    """Return the headers of a parameter's stored tensors, given its HF name."""
     module = part.removesuffix(".weight")
     module_layout = None if layout is None or not is_linear(part) else layout.of(module)
     if module_layout is None:
@@ -178,7 +172,6 @@ def _weight_files(folder: Path) -> dict[str, Path]:
 
 
 def _indexed_files(index: Path) -> dict[str, Path]:
-    """Return each tensor's file by a folder's index, which must agree with the shards."""
     folder = index.parent
     try:
         weight_map = read_json(index)["weight_map"]
@@ -221,7 +214,7 @@ def _check_headers(
         wanted_headers |= headers
     if layout is not None:
         _check_quantized(folder, found_headers, wanted_headers)
-    # Old Llama checkpoints store the rotary table; tied ones may repeat the embedding as lm_head.
+    # Old Llama checkpoints store the rotary table; tied ones may repeat the embedding.
     unexpected = [
         name
         for name in found_headers
@@ -242,8 +235,8 @@ def require_headers(
     unexpected: Sequence[str],
     shapes_of: str = "",
 ) -> None:
-    """Raise ValueError for missing or `unexpected` tensors, then for other shapes or dtypes than the
-    wanted ones. shapes_of: what asks for the shapes, for the message."""
+    """Raise ValueError for missing or `unexpected` tensors, or unwanted shapes or dtypes.
+    shapes_of: for the message."""
     present = [name for name in wanted if name in found]
     shapes = [
         f"{name} {list(found[name][0])} instead of {list(wanted[name][0] or ())}"
@@ -277,8 +270,8 @@ def _check_tied(folder: Path, embedding: str, files: dict[str, Path]) -> None:
 
 
 def stored_parameters(spec: ModelSpec, layout: Layouts | None) -> dict[str, dict[str, Header]]:
-    """Return the shapes and dtypes of the tensors that each parameter is read from, by its internal
-    name. ValueError as `StackedTensor.headers`."""
+    """Return the headers of each parameter's tensors, by internal name. ValueError as
+    `StackedTensor.headers`."""
     stacks = stacked.stored_tensors(spec)
     in_mxfp4 = isinstance(layout, ExpertsInMXFloat4)
     parameters: dict[str, dict[str, Header]] = {}
@@ -294,7 +287,6 @@ def stored_parameters(spec: ModelSpec, layout: Layouts | None) -> dict[str, dict
 
 
 def _check_quantized(folder: Path, found: Headers, wanted: dict[str, Header]) -> None:
-    """Check that exactly the declared linear layers are quantized, in column order."""
     dense_linears = [
         name
         for name in found

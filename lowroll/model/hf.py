@@ -1,8 +1,5 @@
-"""Weights in and out of Hugging Face folders: safetensors only, HF names outside, fused matrices
-inside.
-
-`load` checks the files' headers before it allocates, and refuses non-finite values by tensor name.
-Save then load is bitwise, for dense and for low-bit linear weights (`quant.layouts`).
+"""Weights in and out of Hugging Face folders. Save then load is bitwise, for dense and for low-bit
+weights (`quant.layouts`).
 """
 
 from __future__ import annotations
@@ -67,13 +64,12 @@ def load(
     bfloat16 on CUDA).
 
     A low-bit folder gives frozen QTensors. weights: the format for a dense folder's linear layers,
-    frozen too; layers are quantized on arrival, so few are dense at once. A PEFT adapter folder
-    gives its recorded base (`lowroll.model.adapter_base`), or the one that adapter_config.json names, with
-    the adapter on top.
+    frozen too; each is quantized on arrival. An adapter folder gives its base
+    (`lowroll.model.adapter_base`) with the adapter on top.
 
     ValueError names the file, tensors or key for: an unsupported config, missing, extra or
     mis-shaped tensors, non-finite values, wrong dtypes, damaged files, `.bin`/`.pt` weights, and
-    repositories with their own code.
+    own code.
     """
     folder = resolve(source)
     if (folder / "adapter_config.json").is_file():
@@ -104,12 +100,8 @@ def _fill(
     weight_format: str | None,
     device: torch.device | str,
 ) -> dict[str, Tensor]:
-    """Read the model's parameters one after the other. Return the largest absolute value of each
-    dense part by HF name: checked together, they make the host wait once.
-
-    layout: of the files' linear layers; None: dense. weight_format: of the model's, to which dense
-    ones are quantized on arrival; None: dense.
-    """
+    """Read the model's parameters one by one. Return the largest absolute value of each dense part:
+    checked together, they make the host wait once."""
     spec = model.spec
     shapes = {
         name: {part: (part_rows(spec, part, whole[0]), *whole[1:]) for part in parts}
@@ -157,8 +149,8 @@ def _refuse_infinite(
 
 
 def stored(folder: Path) -> tuple[ModelSpec, dict[str, Path], dict[str, Tensor]]:
-    """Read a dense folder's spec, the file of each weight, and the weights on the CPU by HF name.
-    ValueError as `read_headers`, and for a low-bit folder."""
+    """Read a dense folder's spec, and the files and CPU weights by HF name. ValueError as
+    `read_headers`, and for a low-bit folder."""
     spec, layout, files = read_headers(folder)
     if layout is not None:
         raise ValueError(
@@ -175,7 +167,6 @@ def stored(folder: Path) -> tuple[ModelSpec, dict[str, Path], dict[str, Tensor]]
             part_files |= {part: files[part] for part in parts}
             tensors |= {part: found[part] for part in parts}
             continue
-        # one tensor of the file has all experts: cut it into those that other folders have
         stack = stacks[name]
         rows = [part_rows(spec, part, shape[0]) for part in parts]
         pieces = stack.by_expert(found.pop(stack.name)).split(rows)
@@ -187,14 +178,13 @@ def stored(folder: Path) -> tuple[ModelSpec, dict[str, Path], dict[str, Tensor]]
 def _load_adapted(
     folder: Path, device: torch.device | str, dtype: torch.dtype | None, weights: str | None
 ) -> Transformer:
-    """Load an adapter's base as the run made it, and add the adapter. weights: a format for the
-    dense layers of a base without its own."""
+    """Load an adapter's base as the run, if any, made it, and add the adapter."""
     base, base_folder = bases.read(folder), bases.base_of(folder)
-    if base is None:  # no run of ours made it
+    if base is None:
         return lora.load(load(base_folder, device, dtype, weights), folder).eval()
     loaded_format = base.weights if base.rounds else weights
     if base.uaq_scale is not None:
-        loaded_format = None  # the run scaled dense weights, and rounded them afterwards
+        loaded_format = None  # the run scaled before rounding
     model = load(base_folder, device, getattr(torch, base.dtype), loaded_format)
     if base.uaq_scale is not None:
         scaling.scale(model, base.uaq_scale)
@@ -207,8 +197,7 @@ def _load_adapted(
 
 
 def _quantize(format: str, w_NK: Tensor, amax_1: Tensor) -> QTensor:
-    """Return a matrix in a format; in a dense one of its own dtype the matrix itself, without a
-    copy. amax_1: its largest absolute value."""
+    """Return a matrix in a format, without a copy in its own dtype."""
     own_storage = over(w_NK)
     if own_storage is not None and own_storage.format == format:
         return own_storage
@@ -223,9 +212,6 @@ def _decode(
     shapes: dict[str, tuple[int, ...]],
     stack: stacked.StackedTensor | None,
 ) -> QTensor | dict[str, Tensor]:
-    """Return a parameter's value: one QTensor, or dense parts by HF name, to be stacked. layout: of
-    the stored tensors; None: dense. shapes: of the parts. stack: how one tensor holds all experts,
-    if it does."""
     if stack is not None:
         if layout is not None:
             return _decode_stack(stored, files, stack)
@@ -251,7 +237,6 @@ def _decode_low_bit(
     layout: StoredLayout | PackedWeights,
     shapes: dict[str, tuple[int, ...]],
 ) -> dict[str, Any]:
-    """Return a matrix's parts: QTensors, or dense where the layout has no format."""
     parts = {}
     for part, (rows, columns) in shapes.items():
         module = part.removesuffix(".weight")
@@ -272,10 +257,8 @@ def _stack(format: str, parts: dict[str, QTensor]) -> QTensor:
 
 
 def state(model: Transformer) -> dict[str, Tensor]:
-    """Return the weights by HF name, fused matrices split: dense tensors, or codes and scales.
-
-    ValueError for an adapter, which would be lost, and when a block of the format spans two parts.
-    """
+    """Return the weights by HF name, fused matrices split. ValueError for an adapter, and when a
+    block of the format spans two parts."""
     adapted = [name for name, linear in model.linears() if linear.adapter is not None]
     if adapted:
         raise ValueError(
@@ -300,7 +283,6 @@ def state(model: Transformer) -> dict[str, Tensor]:
 def _encode_parts(
     weight: QTensor, parts: list[str], rows: list[int], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return the stored tensors of a fused matrix's parts, by HF name. dtype: the model's."""
     try:
         part_weights = get_format(weight.format).cut(weight, rows)
     except ValueError as error:
@@ -320,8 +302,7 @@ def save(
     step: int | None = None,
 ) -> Path:
     """Publish the model as a Hugging Face folder, atomically, with another folder's tokenizer
-    files; the manifest has the run's step. FileExistsError when the folder exists; ValueError as
-    `state`."""
+    files. FileExistsError for an existing folder; ValueError as `state`."""
     from lowroll.checkpoint.publish import publish_folder
 
     files = contents(model)
@@ -359,8 +340,6 @@ def _refuse_two_rotations(model: Transformer) -> None:
 
 
 def _modules_by_format(model: Transformer, form: Mixed) -> dict[str, list[str]]:
-    """Return the modules of each format by file name. ValueError for a dense format of another
-    dtype than the model's, which files cannot hold."""
     modules_by_format: dict[str, list[str]] = {}
     for name, parts, _ in hf_names(model.spec):
         if not is_linear(parts[0]):

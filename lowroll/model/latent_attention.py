@@ -5,13 +5,11 @@
     k, v = W_kv_b norm(c)                      of each head, whose key is k and then r
     y = W_o attention(q, [k, r], v)
 
-Attention gets whole heads: caches hold keys and values, not the smaller latent. Where values are
-shorter than keys, zeros fill them up, and the output is cut again. A head's numbers are laid out in
-pairs p, p + d / 2: half of those without positions, the firsts of rotated pairs, the other half, the
-seconds.
+Caches hold keys and values, not the smaller latent. Shorter values are padded with zeros. A head's
+numbers are laid out in pairs p, p + d / 2: half of those without positions, the firsts of rotated
+pairs, the other half, the seconds.
 
-Legend: T tokens, D hidden size, H heads, d numbers of a head of q and k, r those of them that are
-rotated, v numbers of a head of values.
+Legend: `model`; d numbers of a head of q and k, r rotated ones, v numbers of a head of values.
 """
 
 from __future__ import annotations
@@ -27,11 +25,11 @@ from lowroll.model.linear import Linear
 from lowroll.model.spec import ModelSpec
 from lowroll.model.stream import RMSNorm, Stream, dense
 
-NORM_EPS = 1e-6  # of the norms of latents, whatever the other norms have (as transformers does)
+NORM_EPS = 1e-6  # of the norms of latents, as in transformers
 
 
 class LatentAttention(nn.Module):
-    """The attention of one layer. Parameters are uninitialized."""
+    """A layer's attention, uninitialized."""
 
     def __init__(
         self,
@@ -72,8 +70,7 @@ class LatentAttention(nn.Module):
         attend: Attend,
         wanted_P: Tensor | None = None,
     ) -> Stream:
-        """Return what the layer adds to the residual stream. cos, sin: of its rope, [T, 1, d/2].
-        wanted_P: the tokens that are returned."""
+        """Return the layer's update. cos, sin: of its rope, [T, 1, d/2]."""
         o_THd = attend(self.layer, self.project(x_TD, cos, sin))
         o_THv = o_THd[..., : self.sizes.value_dim]
         if wanted_P is not None:
@@ -105,7 +102,7 @@ class LatentAttention(nn.Module):
         return AttentionInputs(q_THd, k_THd, v_THd)
 
     def _rotate(self, x_THr: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return rotated heads, of each pair of numbers all firsts and then all seconds."""
+        """Return rotated heads: the firsts of all pairs, then the seconds."""
         pairs = self.sizes.rope_dim // 2
         cos, sin = cos[..., :pairs], sin[..., :pairs]
         if self.interleaved:
@@ -117,7 +114,6 @@ class LatentAttention(nn.Module):
 
 
 def _laid_out(nope_THn: Tensor, rotated_THr: Tensor) -> Tensor:
-    """Return heads [T, H, d] in pairs p, p + d / 2, of which the rotated ones are the last."""
     nope_halves, rotated_halves = nope_THn.chunk(2, dim=2), rotated_THr.chunk(2, dim=2)
     halves = zip(nope_halves, rotated_halves, strict=True)
     return torch.cat([part for half in halves for part in half], dim=2)

@@ -1,4 +1,4 @@
-"""The learner's linear layer: a product with gradients.
+"""The learner's linear layer.
 
     dense       the weight is a Parameter: Y = X W' + b
     low-bit     the weight is a QTensor, LoRA's frozen base, dequantized for each product; differentiable in X
@@ -8,9 +8,9 @@ An aligned layer's gradient is straight-through, with constant scales:
 
     Y = lowbit(X, Q(W)) + b        dX = dY dequantize(Q(W))        dW = dY^T X        db = sum dY
 
-With codes of the transpose (`weights.aligned.transpose`), dX is a product of fp8 codes, too.
+With codes of the transpose (`weights.aligned.transpose`), dX is a product of fp8 codes.
 
-Legend: T tokens, K in features, N out features.
+Legend: `model`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lowroll.quant.formats import QTensor, float_product, get_format, multiplica
 
 
 class LearnerLinear(Linear):
-    """Multiplication with an adapter, codes beside the weight, or the weight."""
+    """A linear layer with gradients."""
 
     @property
     def codes(self) -> QTensor | None:
@@ -68,8 +68,7 @@ class LearnerLinear(Linear):
         return self(remake(gated, self.gate, gate_up_TN))
 
     def after_update(self, gate_up_TN: Tensor, update: Update) -> Tensor | Product:
-        """Compute `after_swiglu` of a product that lacks its update. With an adapter, the backward
-        pass recomputes silu(gate) * up with the gradient of gate_up."""
+        """Compute `after_swiglu` of a product without its update."""
         if self.adapter is None or not self.adapter.enabled:
             return super().after_update(gate_up_TN, update)
         return self.adapted(self.adapter, gate_up_TN, update=update)[0]
@@ -82,7 +81,6 @@ def _multiply(
     codes: QTensor | None,
     exact: bool = False,
 ) -> Tensor:
-    """Return y_TN = x W' + b; with codes in their format's arithmetic, without a gradient."""
     if codes is None:
         return float_product(x_TK, weight_NK, bias_N, exact)
     return codes.linear(x_TK.detach(), bias_N, exact)
@@ -91,7 +89,6 @@ def _multiply(
 def _input_gradient(
     grad_TN: Tensor, weight: Tensor | QTensor | None, transposed: QTensor | None
 ) -> Tensor:
-    """Return dX [T, K] of dY [T, N]."""
     if transposed is not None:
         return fp8.gradient(grad_TN, transposed)
     assert weight is not None
@@ -101,9 +98,6 @@ def _input_gradient(
 
 
 class _LearningProduct(torch.autograd.Function):
-    """The product of a trained weight with codes of its own, of its transpose, or both; the
-    weight's gradient is straight-through."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -135,9 +129,6 @@ class _LearningProduct(torch.autograd.Function):
 
 
 class _GatedProduct(torch.autograd.Function):
-    """A trained weight's product of silu(gate) * up. One pass over gate_up makes its gradient and
-    recomputes silu(gate) * up for the weight's."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -172,9 +163,6 @@ class _GatedProduct(torch.autograd.Function):
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """The product of a frozen low-bit weight, by codes in an aligned forward, else dequantized for
-    each pass."""
-
     @staticmethod
     def forward(
         ctx: Any,

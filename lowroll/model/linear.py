@@ -1,12 +1,7 @@
-"""The linear layer: a weight that is a Parameter or a QTensor, with an optional low-rank adapter.
+"""The linear layer: a weight that is a Parameter or a QTensor, with an optional low-rank adapter
+(`lowroll.model.adapter`). Fused matrices (qkv, gate-up) know the parts that checkpoints name.
 
-Fused matrices (qkv, gate-up) know the parts that checkpoints and adapters name.
-
-    y = W x + b,   and with an adapter on a part p:   y_p += (alpha / r) B_p A_p x   (`lowroll.model.adapter`)
-
-Subclasses multiply: `model.learner_linear`, `model.engine_linear`.
-
-Legend: T tokens, K in features, N out features.
+Legend: `model`.
 """
 
 from __future__ import annotations
@@ -27,8 +22,7 @@ from lowroll.quant.formats import QTensor, get_format
 
 
 class Linear(nn.Module):
-    """A linear layer. `parts` maps each stacked matrix to its rows, in order: {"q_proj": 512,
-    "k_proj": 128, ...}."""
+    """A linear layer. `parts`: the rows of each stacked matrix, in order: {"q_proj": 512, ...}."""
 
     def __init__(
         self,
@@ -46,12 +40,12 @@ class Linear(nn.Module):
             torch.empty(rows, in_features, device=device, dtype=dtype)
         )
         self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
-        # codes for a learner's forward in place of the weight (weights.aligned)
+        # of a learner's forward (weights.aligned)
         self.aligned: QTensor | None = None
-        # codes of the weight's transpose for the gradient (weights.aligned)
+        # of the gradient (weights.aligned)
         self.transposed: QTensor | None = None
         self.adapter: Adapter | None = None
-        self.exact = False  # see `Transformer.be_exact`
+        self.exact = False
 
     def rows(self, part: str) -> slice:
         start = 0
@@ -68,7 +62,7 @@ class Linear(nn.Module):
         self.aligned = self.transposed = None
 
     def quantized(self, format: str) -> QTensor:
-        """Return the weight in a plain `format`: the learner's own codes, if it has them."""
+        """Return the weight in a plain `format`: the learner's own codes, if any."""
         if self.aligned is not None and self.aligned.format == format:
             return self.aligned
         if not isinstance(self.weight, QTensor):
@@ -82,12 +76,12 @@ class Linear(nn.Module):
 
     @property
     def codes(self) -> QTensor | None:
-        """Return the codes of a forward in the format's own arithmetic, or None."""
+        """The codes of a forward in the format's own arithmetic, or None."""
         raise NotImplementedError
 
     @property
     def row_kind(self) -> str | None:
-        """The kind of quantized rows that the layer accepts; None: plain activations."""
+        """The kind of quantized rows that the layer reads, if any."""
         return None
 
     def read(self, x_TK: Tensor) -> Tensor | QuantizedRows:
@@ -102,11 +96,8 @@ class Linear(nn.Module):
     def base_and_update(
         self, x_TK: Tensor | QuantizedRows
     ) -> tuple[Tensor | Product, Update | None]:
-        """Return the product, and the adapter's update that it lacks, or None.
-
-        On a device the update is left to a reader that adds it by tiles and whose gradient is that
-        of the sum (`kernels.training.swiglu_lora`).
-        """
+        """Return the product, and the adapter's update that it lacks, or None. On a device a reader
+        adds the update, and its gradient is that of the sum (`kernels.training.swiglu_lora`)."""
         adapter = self.adapter
         if (
             adapter is None

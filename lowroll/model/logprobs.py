@@ -1,20 +1,18 @@
 """The only path from logits to log-probs, for sampler and learner, in float32.
 
-`token_log_probs` applies `log_probs` to drawn tokens in chunks of rows, so that the [T, V] logits
-never exist, forward or backward:
+`token_log_probs` works in chunks of rows, so that the [T, V] logits never exist:
 
     z = h W' / temperature,   logp = z[y] - lse(z),   entropy = lse(z) - sum_v softmax(z)_v z_v
     G = (onehot(y) - softmax(z)) / temperature,       d logp / d h = G W,       d logp / d W = G' h
 
-With a frozen W (LoRA) the forward pass computes d logp / d h, one row [D] a token. A trained W
-needs G: the forward pass keeps it for the first chunks, in the dtype of W, and the incoming
-gradient g scales the other factor, d W = G' (g h); for the others the backward pass recomputes the
-logits.
+With a frozen W (LoRA) the forward pass computes d logp / d h. For a trained W it keeps G of the
+first chunks, in the dtype of W, and the incoming gradient g scales the other factor, d W = G' (g
+h); for other chunks the backward pass recomputes the logits.
 
 On CUDA products of half-precision matrices give unrounded float32 logits. G is kept only there, at
-half of the logits' size.
+half of their size.
 
-Legend: T tokens, C tokens of a chunk, D hidden size, V vocabulary.
+Legend: `model`; C tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from lowroll.kernels.matmul import ordered
 from lowroll.kernels.sampling import token_logprobs
 from lowroll.kernels.training import logprobs as kernels
 
-KEPT = 3  # chunks whose G is kept: at most two with G beside one chunk's logits
+KEPT = 3  # chunks whose G is kept
 
 
 def log_probs(logits_TV: Tensor, temperature: float = 1.0) -> Tensor:
@@ -52,8 +50,8 @@ def token_log_probs(
     """Return each target's log-prob and its distribution's entropy, both [T] float32.
 
     `hidden_TD[t]` predicts `targets_T[t]`; `weight_VD` is the lm_head. Only the log-probs carry
-    gradient. `chunk` rows of logits exist at a time. exact: a row's logits do not depend on its
-    batch (`kernels.batch_invariant`). ValueError for a temperature that is not above 0.
+    gradient. exact: a row's logits do not depend on its batch. ValueError for a temperature of 0 or
+    less.
     """
     if not temperature > 0:
         raise ValueError(f"temperature: log-probs need a temperature above 0, got {temperature}")
@@ -61,8 +59,7 @@ def token_log_probs(
 
 
 def logits(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
-    """Return logits [T, V], differentiable in both: on CUDA unrounded float32 sums of
-    half-precision products, else in the model's dtype."""
+    """Return logits [T, V], differentiable, float32 if `_wide`, else in the model's dtype."""
     if not _wide(hidden_TD):
         return F.linear(hidden_TD, weight_VD)
     return _Logits.apply(hidden_TD, weight_VD)
@@ -84,9 +81,6 @@ class _Logits(torch.autograd.Function):
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """`token_log_probs`. If only the hidden states need a gradient, the forward pass computes d
-    logp / d h; else `ctx.kept` has G of the first chunks."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -108,13 +102,13 @@ class _TokenLogProbs(torch.autograd.Function):
             slope_TD = torch.empty_like(hidden_TD)
             buffer_CV = weight_VD.new_empty(min(chunk, len(hidden_TD)), len(weight_VD))
         num_kept = _kept(hidden_TD) if needs_weight else 0
-        ctx.kept = {}  # G by chunk; its reader drops it
+        ctx.kept = {}
         for i, rows in enumerate(_chunks(hidden_TD, chunk)):
             if exact:
                 logits_CV = ordered.product(hidden_TD[rows], weight_VD, dtype=torch.float32)
             else:
                 logits_CV = float32_product(hidden_TD[rows], weight_VD.t())
-            grad_CV: Tensor | None = None  # G, which `_chunk_log_probs` writes
+            grad_CV: Tensor | None = None
             if buffer_CV is not None:
                 grad_CV = buffer_CV[: len(logits_CV)]
             elif i < num_kept:
@@ -138,13 +132,13 @@ class _TokenLogProbs(torch.autograd.Function):
             (slope_TD,) = ctx.saved_tensors
             return (slope_TD * grad_T[:, None]).to(slope_TD.dtype), *(None,) * 5
         hidden_TD, weight_VD, targets_T, logp_T = ctx.saved_tensors
-        # a plain sum's gradient has stride 0; kernels read addresses
+        # kernels do not take the stride 0 of a sum's gradient
         grad_T = grad_T.contiguous()
         hidden_grad = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
         weight_grad = torch.zeros_like(weight_VD, dtype=torch.float32)
         for i, rows in enumerate(_chunks(hidden_TD, ctx.chunk)):
             hidden_CD = hidden_TD[rows]
-            # a kept G lacks the factor g of each row; one that is recomputed has it
+            # a kept G lacks the factor g of each row
             scale_C1 = grad_T[rows, None] if i in ctx.kept else None
             if scale_C1 is not None:
                 grad_CV = ctx.kept.pop(i)
@@ -172,8 +166,8 @@ def _chunk_log_probs(
     grad_CV: Tensor | None,
     exact: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the targets' log-probs and the entropies [C] of a chunk, and write G to `grad_CV`.
-    exact: the log-probs have the bits of the sampler's kernel."""
+    """Return the log-probs and entropies [C], and write G to `grad_CV`. exact: log-probs have the
+    bits of the sampler's kernel."""
     sampler_logp_C = None
     if exact and triton_supports(logits_CV):  # elsewhere there is only one log-softmax
         sampler_logp_C = token_logprobs.log_probs(logits_CV, targets_C, temperature)
@@ -186,7 +180,6 @@ def _chunks(hidden_TD: Tensor, chunk: int) -> list[slice]:
 
 
 def _kept(hidden_TD: Tensor) -> int:
-    """Return the number of chunks whose G is kept."""
     return KEPT if _wide(hidden_TD) else 0
 
 

@@ -1,9 +1,8 @@
 """LoRA (Hu et al. 2021): y += (alpha / r) B A x, trained in float32 on a frozen base.
 
-On disk an adapter has PEFT's format: `adapter_model.safetensors` with
-`base_model.model.<module>.lora_A.weight` [r, in] and `lora_B.weight` [out, r], and
-`adapter_config.json`. In memory, each part of a fused matrix (q, k, v; gate, up) has its own pair.
-The folder also records the base (`lowroll.model.adapter_base`) and has a card.
+An adapter folder has PEFT's format (`base_model.model.<module>.lora_A.weight` [r, in],
+`lora_B.weight` [out, r]), a record of the base (`lowroll.model.adapter_base`) and a card. Each part
+of a fused matrix has its own pair.
 """
 
 from __future__ import annotations
@@ -35,10 +34,9 @@ from lowroll.quant.formats import QTensor, all_finite
 from lowroll.quant.layouts import LINEARS
 from lowroll.types import printable
 
-# all matrices; of q, k, v, and of gate, up, a model may have one fused matrix (`adapted_parts`)
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _NAMES = tuple(suffix.removeprefix(".") for suffix in LINEARS)
-# PEFT config keys that are read or have no effect; others must be neutral
+# other keys of PEFT's config must be neutral
 _KNOWN_KEYS = {
     "peft_type",
     "task_type",
@@ -56,7 +54,7 @@ _KNOWN_KEYS = {
     "qalora_group_size",
 }
 _NEUTRAL_VALUES: tuple[object, ...] = (None, False, "none", "", [], {})
-# matrices that do not read a norm of the residual stream
+# matrices that do not read a norm
 _ELSEWHERE = ("o_proj", "out_proj", "down_proj", "q_b_proj", "kv_b_proj")
 _LORA_A_AFTER_NORM = tuple(f"{part}.lora_A.weight" for part in _NAMES if part not in _ELSEWHERE)
 _FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
@@ -78,12 +76,8 @@ _PEFT_MODULES = {
 def attach(
     model: Transformer, rank: int, alpha: float, targets: Sequence[str] = TARGETS, seed: int = 0
 ) -> Transformer:
-    """Freeze the model and add a fresh adapter, exactly the identity, to every target part: A
-    uniform (Kaiming, a = sqrt 5), B zero.
-
-    ValueError names an unknown target, a rank below 1, or targets that are experts' matrices, which
-    are unsupported.
-    """
+    """Freeze the model and add a fresh adapter, the identity, to every target: A uniform (Kaiming,
+    a = sqrt 5), B zero. ValueError as of `check`, and for too little memory."""
     check(model.spec, rank, alpha, targets)
     needed_bytes = 4 * sum(
         math.prod(shape) for shape in _adapter_shapes(model, rank, targets).values()
@@ -115,8 +109,9 @@ def attach(
 
 
 def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> None:
-    """Raise ValueError unless a model of this spec can have the adapter."""
-    # a text, whose letters would count as targets, is one unknown name
+    """Raise ValueError unless targets are in the model and no matrices of experts, and the rank is
+    at least 1."""
+    # the letters of a text would count as targets
     unknown = [targets] if isinstance(targets, str) else sorted(set(targets) - set(_NAMES))
     if unknown or not targets:
         raise ValueError(
@@ -130,7 +125,7 @@ def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> N
             f"{', '.join(attention_targets(spec))}"
         )
     parts = list(features_read(spec))
-    present: set[str] = set()  # the names that adapted parts have, here or where they are not fused
+    present: set[str] = set()
     for part in adapted_parts(parts, targets):
         present |= {part, *FUSED.get(part, ())}
     if absent := sorted(set(targets) - present):
@@ -144,7 +139,7 @@ def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> N
         raise ValueError(f"lora_alpha: expected a finite number, got {alpha}")
 
 
-# of latent attention: vLLM loads an adapter of this matrix and applies it nowhere (issue #48974)
+# vLLM loads an adapter of this matrix and does not apply it (issue #48974)
 NOT_IN_VLLM = "kv_b_proj"
 
 
@@ -155,8 +150,7 @@ def attention_targets(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def adapted_parts(parts: Iterable[str], targets: Sequence[str]) -> list[str]:
-    """Return the parts of a layer that have an adapter: those named, and a fused matrix all of
-    whose parts are named."""
+    """Return the adapted parts: those named, and a fused matrix whose parts all are."""
     return [
         part
         for part in parts
@@ -178,8 +172,7 @@ def disabled(model: Transformer) -> Iterator[Transformer]:
 
 
 def merge(model: Transformer) -> Transformer:
-    """Add the adapters into dense weights, rounding once, and drop them. ValueError for a quantized
-    base."""
+    """Add the adapters into dense weights, rounding once. ValueError for a quantized base."""
     for name, linear in model.linears():
         if linear.adapter is None:
             continue
@@ -191,17 +184,14 @@ def merge(model: Transformer) -> Transformer:
             for part in linear.adapter.a:
                 update = linear.adapter.b[part] @ linear.adapter.a[part] * linear.adapter.scaling
                 rows = linear.rows(part)
-                linear.weight[rows] = linear.weight[rows].float() + update  # rounded to its dtype
+                linear.weight[rows] = linear.weight[rows].float() + update
         linear.adapter = None
     return model
 
 
 def state(model: Transformer, input_scale: float = 1.0) -> dict[str, Tensor]:
-    """Return the adapter's tensors under PEFT's names.
-
-    input_scale: the s of a base with scaled norms (`model.scaling`). Adapters behind a norm read s
-    x, so their A is multiplied by s to fit the unscaled base.
-    """
+    """Return the adapter's tensors under PEFT's names. input_scale: the s of scaled norms
+    (`model.scaling`), by which A behind a norm is multiplied to fit the unscaled base."""
     return unscaled({name: p.detach() for name, p in _named_parameters(model)}, input_scale)
 
 
@@ -215,7 +205,7 @@ def unscaled(tensors: Mapping[str, Tensor], input_scale: float) -> dict[str, Ten
 
 
 def wanted(model: Transformer, rank: int) -> dict[str, tuple[int, ...]]:
-    """Return the tensor shapes of an adapter of this rank, for all parts that have one here."""
+    """Return the tensor shapes of an adapter of this rank."""
     return {
         name: (rank, p.shape[1]) if name.endswith(".lora_A.weight") else (p.shape[0], rank)
         for name, p in _named_parameters(model)
@@ -223,8 +213,7 @@ def wanted(model: Transformer, rank: int) -> dict[str, tuple[int, ...]]:
 
 
 def are_whole_targets(lacking: Set[str], every: Set[str]) -> bool:
-    """Return whether an adapter lacks some targets entirely, but not all. lacking, every: PEFT's
-    names."""
+    """Return whether an adapter lacks some targets entirely, but not all."""
     targets = {name.split(".")[-3] for name in lacking}
     of_targets = {name for name in every if name.split(".")[-3] in targets}
     return lacking == of_targets and of_targets != every
@@ -256,7 +245,6 @@ def _peft_names(linear: str, part: str) -> tuple[str, str]:
 def _adapter_shapes(
     model: Transformer, rank: int, targets: Sequence[str]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a new adapter's tensors under PEFT's names."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, linear in model.linears():
         for part in adapted_parts(linear.parts, targets):
@@ -276,9 +264,7 @@ def save(
     input_scale: float = 1.0,
 ) -> Path:
     """Publish the adapter as a PEFT folder, atomically, with another folder's tokenizer files.
-
-    `base` is its model, a folder or hub id; input_scale as for `state`. ValueError without an
-    adapter, FileExistsError when the folder exists.
+    base: a folder or hub id. ValueError without an adapter, FileExistsError for an existing folder.
     """
     from lowroll.checkpoint.publish import publish_folder
 
@@ -303,8 +289,7 @@ def write(
     input_scale: float = 1.0,
     revision: str | None = None,
 ) -> None:
-    """Write the adapter and its base's record into an existing folder. revision: the commit of a
-    base on the hub."""
+    """Write the adapter and its base's record. revision: of a base on the hub."""
     alpha = next(linear.adapter.alpha for _, linear in model.linears() if linear.adapter)
     write_tensors(state(model, input_scale), target, alpha, _absolute_base(base), revision)
     bases.write(bases.of(model, input_scale), target)
@@ -318,8 +303,7 @@ def write_tensors(
     base: str,
     revision: str | None = None,
 ) -> None:
-    """Write an adapter's tensors under PEFT's names, and their config, into an existing folder.
-    ValueError unless they are those of one adapter."""
+    """Write an adapter's tensors and config. ValueError unless they are of one adapter."""
     ranks = {t.shape[0] for name, t in tensors.items() if name.endswith(".lora_A.weight")}
     parts = {name.split(".")[-3] for name in tensors}
     if len(ranks) != 1 or not parts <= set(_NAMES):
@@ -343,19 +327,14 @@ def write_tensors(
 
 
 def _absolute_base(base: str) -> str:
-    """Return a model's name, with an absolute path for a folder or a short name (`model.aliases`)."""
     folder = resolve(base) if base in KNOWN else Path(base).expanduser()
     return str(folder.resolve()) if base and folder.is_dir() else base
 
 
 def load(model: Transformer, folder: str | Path, input_scale: float = 1.0) -> Transformer:
-    """Attach a PEFT folder's adapter to a model of its sizes, which changes only if everything
-    fits.
-
-    `hf.load` of the folder makes the right base. input_scale: the s that the model carries, for an
-    adapter saved for the unscaled base (`state`). ValueError names the file, and the key or the
-    tensors that are damaged, missing, misshapen or unsupported.
-    """
+    """Attach a PEFT folder's adapter to a model, which changes only if everything fits.
+    input_scale: as in `state`. ValueError names the file, and the key or tensors that are damaged,
+    missing, misshapen or unsupported."""
     folder = Path(folder)
     config_path, weights_path = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     for path in (config_path, weights_path):
@@ -385,8 +364,8 @@ def load(model: Transformer, folder: str | Path, input_scale: float = 1.0) -> Tr
 
 
 def stored(folder: Path, input_scale: float = 1.0) -> tuple[float, dict[str, Tensor]]:
-    """Return (alpha, tensors) of a PEFT folder on the CPU; input_scale as in `load`. The caller
-    checks shapes and names. ValueError names the file and the key."""
+    """Return (alpha, tensors) of a PEFT folder on the CPU, unchecked. ValueError names the file and
+    key."""
     _, alpha, _ = _read_config(folder / "adapter_config.json")
     weights_path = folder / "adapter_model.safetensors"
     tensor_headers(weights_path)  # explains a damaged file
@@ -397,7 +376,6 @@ def stored(folder: Path, input_scale: float = 1.0) -> tuple[float, dict[str, Ten
 
 
 def _read_config(path: Path) -> tuple[int, float, list[str]]:
-    """Return (rank, alpha, target parts) of an adapter_config.json."""
     config = read_adapter_config(path)
     try:
         rank, alpha = integer(config, "r"), positive(config, "lora_alpha")
@@ -421,7 +399,6 @@ def _read_config(path: Path) -> tuple[int, float, list[str]]:
 
 
 def _parts(targets: list[object]) -> set[str]:
-    """Return the named parts of a block, also those named one by one
-    (`model.layers.0.self_attn.q_proj`), as PEFT does for `all-linear` in a model of few layers. The
-    tensors must show that none is missing."""
+    """Return the named parts of a block. PEFT names them one by one for `all-linear` in a small
+    model; the tensors show whether one is missing."""
     return {str(target).rpartition(".")[2] for target in targets}

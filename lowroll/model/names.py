@@ -10,28 +10,28 @@ from lowroll.model.families.base import LatentSpec
 from lowroll.model.spec import ModelSpec
 from lowroll.quant.layouts import LINEARS
 
-# the matrices that some checkpoints hold as one, and their parts elsewhere
+# matrices that some checkpoints hold as one
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 
-# parameters that are in float32 in a model of any dtype, and that no optimiser changes
+# parameters that are float32 in every model and never trained
 FIXED = ".router.correction_bias"
-FIXED_STORED = ".e_score_correction_bias"  # their end in checkpoints
+FIXED_STORED = ".e_score_correction_bias"  # in checkpoints
 
 
-Names = tuple[str, list[str], tuple[int, ...]]  # internal, of the stacked parts, shape of the whole
+Names = tuple[str, list[str], tuple[int, ...]]
 
 
 def stored_hf_names(spec: ModelSpec) -> Iterator[Names]:
-    """Yield `hf_names` as the folder has them that the spec was read from."""
+    """Yield `hf_names` as in the spec's source folder."""
     return hf_names(spec, spec.stored_prefix)
 
 
 def hf_names(spec: ModelSpec, prefix: str = "model.") -> Iterator[Names]:
-    """Yield (internal name, HF names of the stacked parts, shape of the whole) of every parameter,
-    in the order of published files."""
+    """Yield (internal name, HF names of the stacked parts, shape) of every parameter, in the order
+    of published files."""
     embedding_shape = (spec.vocab_size, spec.hidden_size)
     yield "embedding", [f"{prefix}embed_tokens.weight"], embedding_shape
     for i in range(spec.num_layers):
@@ -161,8 +161,8 @@ def dense_modules(spec: ModelSpec) -> list[str]:
 
 
 def stored_parts(spec: ModelSpec, name: str, mlp_size: int = 0) -> dict[str, int]:
-    """Return the rows of the stored matrices of `qkv` or `gate_up`, in order; those of q have its
-    gate, too. mlp_size: the rows of gate, and of up."""
+    """Return the rows of the stored matrices of `qkv` or `gate_up`, in order, with the gate's in q.
+    mlp_size: the rows of gate, and of up."""
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     q_and_gate = q * (1 + spec.attention_gate)
     rows = (q_and_gate, kv, kv) if name == "qkv" else (mlp_size, mlp_size)
@@ -171,8 +171,8 @@ def stored_parts(spec: ModelSpec, name: str, mlp_size: int = 0) -> dict[str, int
 
 
 def features_read(spec: ModelSpec) -> dict[str, int]:
-    """Return the in features of each kind of matrix by HF name ("q_proj", ...); of the down
-    projections of a mixture those of an expert's (`widths_of_down`)."""
+    """Return the in features of each kind of matrix by HF name; "down_proj" is an expert's in a
+    mixture (`widths_of_down`)."""
     mlp_size = spec.mixture.expert_size if spec.mixture.num_experts else spec.intermediate_size
     hidden = spec.hidden_size
     if spec.latent is not None:
@@ -197,7 +197,7 @@ def widths_of_down(spec: ModelSpec) -> set[int]:
 
 
 def is_fixed(name: str) -> bool:
-    """Return whether a parameter, by either name, is in float32 in every model and never trained."""
+    """Return whether a parameter, by either name, is one of FIXED."""
     return name.endswith((FIXED, FIXED_STORED))
 
 
@@ -213,7 +213,7 @@ def part_rows(spec: ModelSpec, hf_name: str, whole: int) -> int:
         mlp_size = spec.mixture.expert_size
     elif ".shared_expert" in hf_name:
         mlp_size = spec.mixture.shared_size
-    if part == "down_proj":  # experts' are stacked
+    if part == "down_proj":
         return spec.hidden_size
     delta_rows = {} if spec.delta is None else spec.delta.input_parts | spec.delta.rate_parts
     rows_by_part = {

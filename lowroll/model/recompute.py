@@ -5,13 +5,10 @@
         remake(h, norm, x)              # autograd saves (norm, x) in place of h
 
 A saved-tensor hook replaces announced tensors with a recipe: the function and its inputs, possibly
-recipes themselves. A recipe's result is kept until its last reader, so a function runs once.
+recipes. A result is kept until its last reader, so a function runs once.
 
 The functions must be deterministic and free of side effects; the gradient is then bitwise the same.
 A tensor is announced after it was made, so its producer's own saved copy stays.
-
-Outside of `remaking`, `remake` does nothing: the trainer decides (`trainer.recompute`). Use it only
-where gradients are recorded: announced tensors are held until the block ends.
 """
 
 from __future__ import annotations
@@ -29,8 +26,6 @@ _active = threading.local()
 
 
 class _Recipe:
-    """A function and its inputs, for `readers` of its result."""
-
     def __init__(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
         self.function = function
         self.inputs = inputs
@@ -38,7 +33,7 @@ class _Recipe:
         self.made: Tensor | None = None
 
     def read(self) -> None:
-        """Count a reader. The first one makes this recipe a reader of its inputs."""
+        """Count a reader. The first makes this recipe a reader of its inputs."""
         if not self.readers:
             for x in self.inputs:
                 if isinstance(x, _Recipe):
@@ -80,7 +75,7 @@ class _Book:
         self.outputs.append(output)
 
     def close(self) -> None:
-        """Release the outputs: autograd keeps this object as long as the graph."""
+        """Release the outputs, as autograd keeps this object."""
         self.recipes.clear()
         self.outputs.clear()
 
@@ -88,7 +83,8 @@ class _Book:
 @contextmanager
 def remaking(products: bool = False) -> Iterator[None]:
     """Save tensors announced by `remake` as recipes inside the block. products: also matrix
-    products."""
+    products. Use it only where gradients are recorded: announced tensors are held until the block
+    ends."""
     outer_book = getattr(_active, "book", None)
     _active.book = book = _Book(products)
     try:
@@ -100,8 +96,8 @@ def remaking(products: bool = False) -> Iterator[None]:
 
 
 def remake(output: Any, function: Callable[..., Any], *inputs: Any, product: bool = False) -> Any:
-    """Announce that function(*inputs) recomputes `output`, and return it. Inputs are detached in
-    the backward pass. product: it is a matrix product."""
+    """Announce that function(*inputs) recomputes `output`, and return it. No-op outside of
+    `remaking`. Inputs are detached in the backward pass. product: a matrix product."""
     book = getattr(_active, "book", None)
     if book is not None and (book.products or not product):
         book.add(output, function, inputs)

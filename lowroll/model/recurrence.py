@@ -1,21 +1,20 @@
 """The gated delta rule and the short convolution before it, in plain torch.
 
-A head's state is a matrix that maps keys to values. A token shrinks it by its decay, then moves the
-value under its key towards its own (Yang et al. 2024, arXiv 2412.06464):
+A token shrinks a head's state S, which maps keys to values, by its decay, then moves the value
+under its key towards its own (Yang et al. 2024, arXiv 2412.06464):
 
     S_t = exp(decay_t) S_{t-1} + beta_t k_t (v_t - exp(decay_t) S_{t-1}^T k_t)^T        o_t = S_t^T q_t
 
-`delta_rule` computes all tokens of a chunk from the state S before it (the WY form; Yang et al.
-2024, arXiv 2406.06484). D_ij is the decay of the tokens after j up to i, g_i that of all up to i:
+In chunks (WY form; Yang et al. 2024, arXiv 2406.06484), where D_ij is the decay of the tokens after
+j up to i, g_i that of all up to i:
 
     A = I + strictly lower part of (diag(beta) K K^T * D)        U = A^-1 diag(beta) (V - diag(g) K S)
     O = diag(g) Q S + (Q K^T * D) U                              S' = g_L S + (diag(D_L) K)^T U
 
-All arithmetic and the states of the rule are float32.
+The arithmetic and the states are float32.
 
 Legend: T packed tokens, S sequences, B rows of one token, H heads, k key size, v value size, C
-channels, K taps of the convolution, L tokens of a chunk, N chunks, A sequences that still have a
-chunk.
+channels, K taps of the convolution, L tokens of a chunk, N chunks, A active sequences.
 """
 
 from __future__ import annotations
@@ -31,17 +30,14 @@ from torch import Tensor
 def convolve(
     x_TC: Tensor, weight_CK: Tensor, lengths: Sequence[int], state_SCK: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return silu of each sequence's causal depthwise convolution [T, C], and the new state.
-
-    The state [S, C, K - 1] is the last K - 1 inputs before a sequence's tokens, the newest last;
-    None: zeros. The new one has the input's dtype. The last tap multiplies the token itself.
-    ValueError for lengths that do not fit.
-    """
+    """Return silu of each sequence's causal depthwise convolution [T, C], and the new state. The
+    state [S, C, K - 1] is the last inputs, the newest last; None: zeros. ValueError for lengths
+    that do not fit."""
     _check_lengths(lengths, len(x_TC))
     taps = weight_CK.shape[1]
     if state_SCK is None:
         state_SCK = x_TC.new_zeros(len(lengths), x_TC.shape[1], taps - 1)
-    if len(set(lengths)) == 1:  # one call for all
+    if len(set(lengths)) == 1:
         x_SLC = x_TC.unflatten(0, (len(lengths), -1))
         y_SLC, state_SCK = _convolve_stack(x_SLC, weight_CK, state_SCK)
         return y_SLC.flatten(0, 1), state_SCK
@@ -69,12 +65,11 @@ def delta_rule(
     state_SHkv: Tensor | None = None,
     chunk: int = 64,
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs [T, H, v] of the gated delta rule over packed sequences, in v's dtype, and
-    the states [S, H, k, v] after each sequence, float32.
+    """Return the outputs [T, H, v] over packed sequences, in v's dtype, and the states [S, H, k, v]
+    after them, float32.
 
     q and k are L2-normalized, q scaled; decay <= 0 is a logarithm, and -inf forgets the state.
-    state: before the first tokens; None: zeros. `chunk` changes last bits only. ValueError for
-    lengths that do not fit.
+    state: None: zeros. `chunk` changes last bits only. ValueError for lengths that do not fit.
     """
     _check_lengths(lengths, len(v_THv))
     chunk = min(chunk, max(lengths))
@@ -82,14 +77,13 @@ def delta_rule(
     inputs = (q_THk, k_THk, v_THv, decay_TH.unsqueeze(-1), beta_TH.unsqueeze(-1))
     joined_THe = torch.cat([x.float() for x in inputs], dim=-1)
     pieces = [sequence_THe.split(chunk) for sequence_THe in joined_THe.split(list(lengths))]
-    # The scan runs the first chunk of every sequence, then the second of every one that has it, and
-    # so on. Sequences with most chunks come first, so that those with another chunk are always the
-    # first rows of the state.
+    # The scan runs the first chunk of every sequence, then the second, and so on. With the longest
+    # first, active sequences are the first rows.
     order = sorted(range(len(lengths)), key=lambda sequence: -len(pieces[sequence]))
     most_chunks = len(pieces[order[0]])
     steps = [[s for s in order if len(pieces[s]) > number] for number in range(most_chunks)]
     places = [(sequence, number) for number, step in enumerate(steps) for sequence in step]
-    # short chunks are padded with zeros, which are tokens that change no state
+    # tokens of zeros change no state
     x_NLHe = torch.stack(
         [F.pad(pieces[s][n], (0, 0, 0, 0, 0, chunk - len(pieces[s][n]))) for s, n in places]
     )
@@ -100,7 +94,6 @@ def delta_rule(
     start_SHkv = torch.stack([state_SHkv[s] for s in order]).float()
     o_NHLv, last_SHkv = _scan(chunks, start_SHkv, [len(step) for step in steps])
 
-    # back to the order of the packed tokens, without the padding
     o_by_place = dict(zip(places, o_NHLv.transpose(1, 2), strict=True))
     outputs = [
         o_by_place[sequence, number][: len(piece)]
@@ -120,8 +113,8 @@ def delta_step(
     beta_BH: Tensor,
     state_BHkv: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `delta_rule` of one token a row. Return outputs [B, H, v], in v's dtype, and the new
-    states [B, H, k, v], float32."""
+    """Compute `delta_rule` of one token a row. Return outputs [B, H, v] and the new states [B, H,
+    k, v], float32."""
     q_BHk1, k_BHk1 = q_BHk.float().unsqueeze(-1), k_BHk.float().unsqueeze(-1)
     decayed_BHkv = state_BHkv.float() * decay_BH.float().exp()[..., None, None]
     recalled_BHv = (decayed_BHkv * k_BHk1).sum(-2)
@@ -131,7 +124,7 @@ def delta_step(
 
 
 class _Chunks(NamedTuple):
-    """What the scan needs of each chunk; the names are those of the module's formulas."""
+    """The inputs of the scan, by the names of the module's formulas."""
 
     written_NHLv: Tensor  # A^-1 diag(beta) V
     recalling_NHLk: Tensor  # A^-1 diag(beta g) K
@@ -144,15 +137,12 @@ class _Chunks(NamedTuple):
 def _prepare(
     q_NHLk: Tensor, k_NHLk: Tensor, v_NHLv: Tensor, decay_NHL1: Tensor, beta_NHL1: Tensor
 ) -> _Chunks:
-    """Compute what does not depend on the state, for all chunks. Comments name the module's
-    quantities."""
     length = k_NHLk.shape[-2]
-    # the logarithm of D: sums, not differences of sums, which lose the digits of weak decays after
-    # strong ones
+    # the logarithm of D, by sums: differences lose the digits of weak decays after strong ones
     sums_NHLL = decay_NHL1.expand(*decay_NHL1.shape[:-1], length).tril(-1).cumsum(-2)
     pair_NHLL = sums_NHLL.exp().tril()  # D
     total_NHL1 = decay_NHL1.cumsum(-2).exp()  # g
-    # A, but for its diagonal of ones and what is above: the solver reads neither
+    # A, of which the solver reads only what is below the diagonal
     system_NHLL = (beta_NHL1 * k_NHLk) @ k_NHLk.transpose(-1, -2) * pair_NHLL
     solved_NHLe = torch.linalg.solve_triangular(
         system_NHLL,
@@ -172,11 +162,8 @@ def _prepare(
 
 
 def _scan(chunks: _Chunks, state_SHkv: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Carry the states through the chunks. Return outputs [N, H, L, v] and the last states.
-
-    chunks: the first of each sequence, then the second of each, and so on. counts: how many
-    sequences have a first chunk, a second one, and so on; they are the first rows of the states.
-    """
+    """Return outputs [N, H, L, v] and the last states. chunks are ordered by number; counts: how
+    many sequences have each number."""
     outputs, finished = [], []
     for parts in zip(*(x.split(list(counts)) for x in chunks), strict=True):
         step = _Chunks(*parts)

@@ -1,16 +1,12 @@
-"""Attention of the learner over what the sampler's cache held.
+"""Attention of the learner over the keys that the sampler's cache held.
 
 Query q of a head sees key j iff j <= q and no compaction had dropped it when q ran
 (`types.Evictions`). So the queries of a stretch, between two compactions, see the keys that the
-first one left, and causally their own. These keys, which differ by layer, KV head and stretch, are
-gathered. Up to the first compaction attention is dense.
+first one left, and causally their own. These are gathered by layer, KV head and stretch. The
+backward pass recomputes the copies.
 
-Cost: (budget + buffer) / buffer copies of the packed tokens' keys and values (5 at 512 + 128), for
-each layer. The backward pass recomputes them, MOST_MARKED marks at a time.
-
-Legend: T packed tokens or positions of a sequence, L layers, H query heads, G key-value heads, Q
-query heads of a key-value head, d head size, S sequences, R stretches, C queries of the stretches,
-N keys of the stretches.
+Legend: `model`; T also positions of a sequence, Q query heads of a key-value head, R stretches, C
+their queries, N their keys.
 """
 
 from __future__ import annotations
@@ -35,15 +31,13 @@ from lowroll.model.attention import (
 )
 from lowroll.types import Evictions
 
-MOST_MARKED = 1 << 20  # stretches x heads x positions processed at once
+MOST_MARKED = 1 << 20  # stretches x heads x positions at once
 IN_A_BYTE = 255  # compactions
 
 
 def pack_evictions(numbers_LGT: Tensor, after: Sequence[int]) -> Evictions:
-    """Return the record of compactions after these ascending positions.
-
-    numbers_LGT: on the CPU, the compaction that dropped each key up to the last position; 0: none.
-    """
+    """Return the record of compactions after these positions. numbers_LGT: on the CPU, the
+    compaction that dropped each key; 0: none."""
     layers, heads, length = numbers_LGT.shape
     if not after:
         return Evictions(layers, heads)
@@ -55,7 +49,7 @@ def pack_evictions(numbers_LGT: Tensor, after: Sequence[int]) -> Evictions:
 
 
 def unpack_evictions(evictions: Evictions) -> Tensor:
-    """Return `pack_evictions`'s numbers [L, G, T], uint8 or int16. ValueError for invalid data."""
+    """Return `pack_evictions`'s numbers [L, G, T]. ValueError for invalid data."""
     after = evictions.after
     length = after[-1] + 1 if after else 0
     dtype = torch.uint8 if len(after) <= IN_A_BYTE else torch.int16
@@ -85,9 +79,9 @@ def check_evictions(
     context_length: int,
     windows: Sequence[int] = (),
 ) -> None:
-    """Raise ValueError, with the field, unless a model of so many layers and KV heads can replay
-    the evictions: without sliding windows, at ascending positions within the context, where all
-    heads drop equally many keys at each compaction, and no key before it exists."""
+    """Raise ValueError, with the field, unless a model can replay the evictions: it has no windows,
+    positions ascend, all heads drop equally many keys at once, and no key is dropped before it
+    exists."""
     after = evictions.after
     if (evictions.layers, evictions.heads) != (layers, heads):
         raise ValueError(
@@ -105,7 +99,7 @@ def check_evictions(
     if lowest < 0 or highest > len(after):
         raise ValueError(f"numbers: leave 0 .. {len(after)}, the compactions")
     positions_T = torch.arange(numbers_XT.shape[1])
-    # the number of the first compaction that can drop each key; they count from 1, and 0 is none
+    # the first compaction, counted from 1, that can drop each key
     earliest_T = torch.searchsorted(torch.tensor(after), positions_T) + 1
     is_early_XT = (numbers_XT != 0) & (numbers_XT < earliest_T.to(numbers_XT.dtype))
     if bool(is_early_XT.any()):
@@ -122,15 +116,13 @@ def replayed(
     windows: Sequence[int] = (),
 ) -> Attend:
     """Return causal attention over packed sequences, each over the keys that its sampler's cache
-    held. It is over all keys, bitwise as `varlen`, before a sequence's first compaction, and for a
-    sequence whose record is None. windows: of a model whose caches dropped nothing
-    (`check_evictions`)."""
+    held: bitwise `varlen` before the first compaction and without a record."""
     starts = list(accumulate(lengths, initial=0))[:-1]
     stretches: list[_Stretch] = []
     numbers_by_sequence: list[Tensor] = []
-    dense_lengths: list[int] = []  # the tokens of each sequence up to its first compaction
+    dense_lengths: list[int] = []  # up to the first compaction
     for start, length, record in zip(starts, lengths, evictions, strict=False):
-        # where stretches begin: a compaction after the last token changes nothing
+        # a compaction after the last token changes nothing
         begins = [] if record is None else [p + 1 for p in record.after if p + 1 < length]
         dense_lengths.append(begins[0] if begins else length)
         if record is None or not begins:
@@ -147,7 +139,6 @@ def replayed(
     portions = [_Portion(group, numbers_LGST, device) for group in groups]
     spans = [(s, s + length) for s, length in zip(starts, dense_lengths, strict=False)]
     dense_D = tokens_of(spans, device)
-    # outputs come dense ones first, then by portion; `back_T` brings them to the packed order
     order_T = torch.cat([dense_D, *(portion.queries_C for portion in portions)])
     back_T = inverse(order_T)
 
@@ -165,8 +156,6 @@ def replayed(
 def _cut_stretches(
     sequence: int, start: int, begins: Sequence[int], length: int, numbers_T: Tensor
 ) -> list[_Stretch]:
-    """Return the stretches of a sequence. begins: their first positions. numbers_T: the compactions
-    that dropped the keys of any head, as all heads drop equally many."""
     num_dropped = numbers_T.long().bincount(minlength=len(begins) + 1).tolist()
     stretches: list[_Stretch] = []
     num_keys_gone = 0
@@ -189,7 +178,6 @@ class _Stretch:
 
 
 def _padded(numbers: Sequence[Tensor]) -> Tensor:
-    """Return the compactions of all sequences, [L, G, S, T]; 0 beyond a sequence's own."""
     longest = max(x.shape[2] for x in numbers)
     dtype = max((x.dtype for x in numbers), key=lambda dtype: dtype.itemsize)
     padded_LGST = torch.zeros(*numbers[0].shape[:2], len(numbers), longest, dtype=dtype)
@@ -211,9 +199,6 @@ def _group_stretches(stretches: Sequence[_Stretch], num_heads: int) -> Iterator[
 
 
 class _Portion:
-    """Attention of some stretches: `portion(layer, q, k, v)` of all packed tokens gives their
-    outputs, [C, H, d]."""
-
     def __init__(
         self, stretches: Sequence[_Stretch], numbers_LGST: Tensor, device: torch.device | str
     ) -> None:
@@ -222,7 +207,6 @@ class _Portion:
         self.num_keys = sum(stretch.keys for stretch in stretches)
         self.longest = max(stretch.end for stretch in stretches)
         offsets = [0, *accumulate(stretch.keys for stretch in stretches)]
-        # what `keys` reads of each stretch
         rows = [
             (stretch.sequence, stretch.number, stretch.start, stretch.end, offset)
             for stretch, offset in zip(stretches, offsets, strict=False)
@@ -231,13 +215,13 @@ class _Portion:
         self.queries_C = tokens_of(
             [(s.start + s.begin, s.start + s.end) for s in stretches], device
         )
-        # each key-value head has keys of its own, so it is a sequence for `suffixes`
+        # each key-value head is a sequence of `suffixes`
         lengths = [stretch.end - stretch.begin for stretch in stretches] * self.num_heads
         totals = [stretch.keys for stretch in stretches] * self.num_heads
         self.attend = suffixes(lengths, totals, device, stacked=True)
 
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        keys_GN = self.keys(layer)  # in the packed row
+        keys_GN = self.keys(layer)
         heads_G1 = torch.arange(self.num_heads, device=keys_GN.device)[:, None]
         q_CGQd = q_THd[self.queries_C].unflatten(1, (self.num_heads, -1))
         inputs = AttentionInputs(
@@ -250,16 +234,16 @@ class _Portion:
 
     def keys(self, layer: int) -> Tensor:
         """Return each head's key indices in the packed row, int64 [G, N], ascending in each
-        stretch. Nothing waits for the device: sizes are known, and each key that a stretch sees is
-        scattered to its place, which is the number of seen keys before it."""
+        stretch. To avoid a wait for the device, a seen key is scattered to the number of those
+        before it."""
         sequence_R = self.rows_5R[0]
         number_R1, start_R1, end_R1, offset_R1 = self.rows_5R[1:, :, None]
         numbers_GRT = self._numbers(layer)[:, sequence_R]
         t_T = torch.arange(self.longest, device=number_R1.device)
-        # a stretch sees the keys that were never dropped, or by a later compaction
+        # dropped never or by a later compaction
         seen_GRT = ((numbers_GRT == 0) | (numbers_GRT > number_R1)) & (t_T < end_R1)
         place_GRT = seen_GRT.cumsum(2) - 1 + offset_R1
-        place_GRT = torch.where(seen_GRT, place_GRT, self.num_keys)  # one more, for the unseen
+        place_GRT = torch.where(seen_GRT, place_GRT, self.num_keys)  # a place for unseen keys
         keys_GN = t_T.new_zeros(self.num_heads, self.num_keys + 1)
         source_GX = (start_R1 + t_T).expand_as(place_GRT).flatten(1)
         return keys_GN.scatter_(1, place_GRT.flatten(1), source_GX)[:, :-1]

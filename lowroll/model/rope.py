@@ -2,11 +2,9 @@
 
 Pair i of a head turns by pos * theta^(-2i/d). Llama 3 slows the pairs whose wavelength exceeds the
 original context by `factor`, keeps the fast ones, and blends in between; YaRN (Peng et al. 2023,
-arXiv 2309.00071) does so by the turns that a pair makes within the original context, and scales cos
-and sin. Kernels rotate halves of a head, number i with number i + d/2: heads whose pairs lie
-otherwise, or which are rotated in part, are reordered before (`head_order`).
+arXiv 2309.00071) blends by the turns of a pair within the original context.
 
-Legend: R ropes, T tokens, H heads, d head size.
+Legend: `model`; R ropes.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ from lowroll.model.spec import ModelSpec
 
 
 def inverse_frequencies(spec: ModelSpec) -> Tensor:
-    """Return radians a position of the d/2 pairs for each rope, and zeros at last for layers that
-    have no positions: [R + 1, d/2] float32. Pairs that are not rotated have zeros."""
+    """Return radians a position of each rope's d/2 pairs, and at last for layers without positions:
+    [R + 1, d/2] float32. Pairs that are not rotated have zeros."""
     rows = [torch.zeros(spec.head_dim // 2) for _ in (*spec.ropes, None)]
     for row, rope in zip(rows, spec.ropes, strict=False):
         row[: rope.dims // 2] = _frequencies(rope)
@@ -30,8 +28,7 @@ def inverse_frequencies(spec: ModelSpec) -> Tensor:
 
 
 def magnitudes(spec: ModelSpec) -> Tensor | None:
-    """Return what cos and sin are multiplied by, [R + 1, 1, 1, d/2], or None where it is 1. Pairs
-    that are not rotated have 1."""
+    """Return the factors of cos and sin, [R + 1, 1, 1, d/2], or None if all are 1."""
     sizes = torch.ones(len(spec.ropes) + 1, 1, 1, spec.head_dim // 2)
     for row, rope in zip(sizes, spec.ropes, strict=False):
         row[..., : rope.dims // 2] = 1.0 if rope.scaling is None else rope.scaling.magnitude
@@ -56,11 +53,9 @@ def _kept_llama3(freqs: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _kept_yarn(rope: Rope, scaling: RopeScaling) -> Tensor:
-    """Return the kept share of each pair's frequency: all from `high` turns within the original
-    context on, none up to `low`, linearly in between."""
+    """Return the kept share of each pair's frequency: all from `high` turns, none up to `low`."""
 
     def pair_of(turns: float) -> float:
-        """Return which pair makes so many turns within the original context."""
         context = scaling.original_max_position
         return rope.dims * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
@@ -73,8 +68,8 @@ def _kept_yarn(rope: Rope, scaling: RopeScaling) -> Tensor:
 
 
 def head_order(spec: ModelSpec) -> Tensor | None:
-    """Return the order in which kernels need a head's numbers, int64 [d], or None for their own.
-    ValueError where layers need different ones."""
+    """Return the order in which kernels need a head's numbers, int64 [d], or None for their own:
+    they rotate number i with number i + d/2. ValueError where layers differ."""
     orders = {_order(rope, spec.head_dim) for rope in spec.ropes}
     if len(orders) > 1:
         raise ValueError("rope_parameters: all layers must rotate the same numbers of a head")
@@ -83,8 +78,7 @@ def head_order(spec: ModelSpec) -> Tensor | None:
 
 
 def _order(rope: Rope, head_dim: int) -> tuple[int, ...]:
-    """Return the kernels' order: the firsts of all pairs, then the seconds. Unrotated numbers make
-    pairs of frequency 0."""
+    """Return the firsts of all pairs, then the seconds. Unrotated numbers make pairs."""
     if rope.interleaved:
         firsts, seconds = range(0, rope.dims, 2), range(1, rope.dims, 2)
     else:
@@ -95,7 +89,7 @@ def _order(rope: Rope, head_dim: int) -> tuple[int, ...]:
 
 
 def rotations(pos_T: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (cos, sin) of every token's angles, each [T, 1, d/2] float32, or [R, T, 1, d/2] of
+    """Return (cos, sin) of every token's angles, float32 [T, 1, d/2], or [R, T, 1, d/2] of
     frequencies [R, d/2]."""
     angles = pos_T.float()[:, None, None] * freqs[..., None, None, :]
     return angles.cos(), angles.sin()

@@ -3,14 +3,11 @@ readers divided by s.
 
     (W / s) (s x) = W x        for q, k, v behind the input norm; gate, up, a router behind the post-attention norm
 
-The function stays, and an SGD update is relatively s^2 times larger; those of Adam and Muon grow by
-s. If a format's scales follow the largest weight, W / s has W's codes but for ties, and an update
-flips a larger share of codes (`weights.watch`): s = 1.5 flips 1.2 to 1.3 times as many of all codes
-in int8, and fewer in fp8, whose steps follow each weight.
+The function stays, and updates are relatively larger: SGD's by s^2, those of Adam and Muon by s. So
+they flip more codes (docs/algorithms.md).
 
-Biases, o and down stay. An s that is no power of two rounds a bfloat16 weight once more; so does every s
-in norms of 1 + w, whose weight becomes s (1 + w) - 1. The config records s, so that a saved model is
-not scaled again. Noise on its norms (`weights.noise`) grows by s.
+An s that is no power of two rounds a bfloat16 weight once more; so does every s in norms of 1 + w,
+whose weight becomes s (1 + w) - 1.
 """
 
 from __future__ import annotations
@@ -42,11 +39,9 @@ def why_not(spec: ModelSpec) -> str | None:
 
 @torch.no_grad()
 def scale(model: Transformer, s: float) -> Transformer:
-    """Scale a dense model in place. s = 1 is the identity, bit for bit.
-
-    ValueError, before anything changes, for an s that is not finite and positive, or a model that
-    is scaled, quantized, or has an adapter (trained on the unscaled norms).
-    """
+    """Scale a dense model in place. s = 1 is the identity, bit for bit. ValueError, before anything
+    changes, for an s that is not finite and positive, or a model that is scaled, quantized, or has
+    an adapter."""
     if not (math.isfinite(s) and s > 0):
         raise ValueError(f"uaq_scale: must be finite and positive, is {s}")
     if applied(model) is not None:

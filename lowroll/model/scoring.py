@@ -1,6 +1,6 @@
 """`lowroll.score`: the learner's log-probs of given responses.
 
-Legend: T packed tokens, D hidden size.
+Legend: `model`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ def score(
 ) -> list[Tensor]:
     """Return the log-probs of each response's tokens, a float32 tensor a sequence.
 
-    `sequences[i]` is prompt and response as token ids, `prompt_lens[i]` (at least 1) the prompt's
-    length. evictions: what each sampler's cache dropped (`Rollout.evictions`), to score with the
-    rest. ValueError names the faulty sequence.
+    `sequences[i]` is prompt and response as token ids, `prompt_lens[i]` the prompt's length.
+    evictions: of each sampler's cache (`Rollout.evictions`). ValueError names the faulty sequence.
     """
     model = model if isinstance(model, Transformer) else hf.load(model)
     if len(sequences) != len(prompt_lens):

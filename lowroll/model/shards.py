@@ -1,9 +1,5 @@
-"""Streaming of safetensors files to a device, and writing them.
-
-A file is the length of a header (8 bytes, little-endian), the JSON header with every tensor's
-dtype, shape and offsets, and the bytes. `stream` brings batches of tensors to the device, each in
-one buffer, where the parts of a fused matrix are contiguous. Threads read ahead, for a GPU into
-pinned memory. Headers must have been checked (`model.headers`).
+"""Streaming of safetensors files to a device, and writing them. Headers must have been checked
+(`model.headers`).
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 1 << 30
 THREADS = 8
 PIECE = 16 << 20  # bytes of one read
-AHEAD = 2 << 30  # bytes read ahead on the device
+AHEAD = 2 << 30  # bytes on the device
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -54,9 +50,6 @@ class TensorLocation:
 
 
 class _PendingBatch(NamedTuple):
-    """Tensors that threads are filling. pieces: the reads, each with the event of its copy to a
-    GPU."""
-
     tensors: dict[str, Tensor]
     pieces: list[Future[None | torch.cuda.Event]]
     nbytes: int
@@ -67,11 +60,9 @@ def stream(
     batches: Sequence[Sequence[str]],
     device: torch.device | str,
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield each batch's tensors by name, on the device and in the files' dtype.
-
-    A batch's tensors of one dtype are contiguous, and usable on the current stream. ValueError
-    names a truncated file.
-    """
+    """Yield each batch's tensors by name, on the device and in the files' dtype, usable on the
+    current stream. Tensors of one dtype are contiguous in a batch. ValueError names a truncated
+    file."""
     locations = _locate_tensors(files, {name for batch in batches for name in batch})
     reader = _Reader(torch.device(device))
     pending: deque[_PendingBatch] = deque()
@@ -92,8 +83,7 @@ def stream(
 
 
 def join(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Stack the parts in `dtype`: in their own storage, if they came in one batch and this
-    dtype."""
+    """Stack the parts in `dtype`, without a copy if they came in one batch and this dtype."""
     shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
     if all(part.dtype == dtype for part in parts) and _are_contiguous(parts):
         row_major_strides = torch.empty(shape, device="meta").stride()
@@ -131,8 +121,8 @@ def _locate_tensors(files: dict[str, Path], wanted: set[str]) -> dict[str, Tenso
 
 
 class _Reader:
-    """A reader of file pieces into tensors on one device, from any thread. own: each thread's open
-    files, and for a GPU its stream and two pinned buffers."""
+    """A reader of file pieces, from any thread. own: each thread's open files, and for a GPU its
+    stream and two pinned buffers."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.own = device, threading.local()
@@ -145,7 +135,7 @@ class _Reader:
         starts, size = {}, 0
         for name, location in batch.items():
             itemsize = location.dtype.itemsize
-            starts[name] = -(-size // itemsize) * itemsize  # aligned
+            starts[name] = -(-size // itemsize) * itemsize
             size = starts[name] + location.nbytes
         buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
         ready = None
@@ -170,7 +160,7 @@ class _Reader:
         return _PendingBatch(tensors, pieces, size)
 
     def finish(self, batch: _PendingBatch) -> dict[str, Tensor]:
-        """Wait until the pieces are read; the current stream waits until they are copied."""
+        """Wait for the reads; the current stream waits for the copies."""
         for piece in batch.pieces:
             copied = piece.result()
             if copied is not None:
@@ -180,7 +170,7 @@ class _Reader:
     def read(
         self, path: Path, start: int, target_B: Tensor, ready: torch.cuda.Event | None
     ) -> torch.cuda.Event | None:
-        """Read bytes of a file into `target_B`. On a GPU they arrive by the returned event."""
+        """Read bytes of a file. On a GPU they arrive by the returned event."""
         if ready is None:
             self.fill(path, start, target_B)
             return None
@@ -191,7 +181,7 @@ class _Reader:
                 for _ in range(2)
             )
         pinned_B, last_copy = self.own.staging.popleft()
-        last_copy.synchronize()  # the copy from this buffer must have ended
+        last_copy.synchronize()
         pinned_B_part = pinned_B[: len(target_B)]
         self.fill(path, start, pinned_B_part)
         with torch.cuda.stream(self.own.stream):
@@ -203,8 +193,7 @@ class _Reader:
         return copied
 
     def fill(self, path: Path, start: int, host_B: Tensor) -> None:
-        """Read the file's bytes from `start` on into a host tensor. ValueError for a file that ends
-        too early."""
+        """Read bytes into a host tensor. ValueError for a file that ends early."""
         if not hasattr(self.own, "files"):
             self.own.files = dict[Path, FileIO]()
         if path not in self.own.files:

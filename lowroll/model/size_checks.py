@@ -13,16 +13,16 @@ from lowroll.model.device import total_memory
 from lowroll.model.flash import WIDEST
 from lowroll.model.spec import ModelSpec
 
-LEAST_BITS = 4  # of a stored weight, whatever the format
-# the least bytes of names and objects a layer and an expert
+LEAST_BITS = 4  # of a stored weight
+# the least bytes of names and objects
 LAYER_NAMES = 10_000
 EXPERT_NAMES = 100
 
 
 def check_files(path: Path, spec: ModelSpec, tensors: int, stored: int) -> None:
-    """Raise ValueError for the key of `path`, a config.json, that exceeds the weight files, with
-    both numbers. tensors, stored: their number and bytes."""
-    # a layer has a tensor or more, and so has an expert, unless one tensor has all of a layer
+    """Raise ValueError for the key of `path` that exceeds the weight files, with both numbers.
+    tensors, stored: their number and bytes."""
+    # an expert has a tensor or more, unless experts are stacked
     num_experts = 0 if spec.stored_stacked else spec.layers_with_experts * spec.mixture.num_experts
     for key, least_tensors in (
         ("num_hidden_layers", spec.num_layers),
@@ -44,7 +44,7 @@ def check_files(path: Path, spec: ModelSpec, tensors: int, stored: int) -> None:
 
 def check_memory(path: Path, spec: ModelSpec, bits: float, device: torch.device | str) -> None:
     """Raise ValueError for the key of `path` that exceeds the device's memory, with both numbers.
-    bits: the least a parameter on the device."""
+    bits: of a parameter."""
     name_bytes = spec.num_layers * (LAYER_NAMES + spec.mixture.num_experts * EXPERT_NAMES)
     needed_bytes, memory = int(spec.num_parameters * bits / 8) + name_bytes, total_memory(device)
     if memory is not None and needed_bytes > memory:

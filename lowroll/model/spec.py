@@ -1,8 +1,6 @@
-"""The decoder's part of a checkpoint's config.json.
-
-Families (`lowroll.model.families`) differ by flags and sizes, not by code. transformers'
-configuration class of the `model_type` reads the file and fills in defaults. A key that would change
-the computation and is not implemented is refused.
+"""The decoder's part of a checkpoint's config.json. transformers' configuration class fills in
+defaults, a family (`lowroll.model.families`) describes the rest, and an unsupported key that would
+change the computation is refused.
 """
 
 from __future__ import annotations
@@ -36,9 +34,9 @@ from lowroll.model.files import read_object
 from lowroll.types import RunFailed, printable
 
 MOST_LAYERS = 1024
-UNUSED = ("mtp.", "model.visual.")  # prefixes of tensors: of drafts, and of images
+UNUSED = ("mtp.", "model.visual.")  # prefixes of tensors for drafts and for images
 APART_SECONDS = 300  # of `read_spec_apart`, on a busy machine
-# required keys: a class's default would be another model's
+# a class's default would be another model's
 _REQUIRED_KEYS = (
     "vocab_size",
     "hidden_size",
@@ -88,8 +86,7 @@ _OTHER_KEYS = (
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Sizes and flags of a decoder. `config` keeps the source dictionary for saving, without
-    formats."""
+    """Sizes and flags of a decoder. `config` is the source, for saving, without formats."""
 
     architecture: str
     vocab_size: int
@@ -103,41 +100,40 @@ class ModelSpec:
     max_position: int
     tie_embeddings: bool
     eos_ids: tuple[int, ...]
-    ropes: tuple[Rope, ...]  # the kinds of positions that layers have
+    ropes: tuple[Rope, ...]
     layers: tuple[LayerSpec, ...] = ()  # empty: all as `LayerSpec()`
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: str = ""  # `head`: of each head of q and k; `whole`: of all heads together
     fused: tuple[str, ...] = ()  # `qkv`, `gate_up`: matrices that checkpoints hold as one
-    norms: tuple[tuple[str, str], ...] = PRE_NORMS  # of a block: attribute, name in checkpoints
-    norm_offset: float = 0.0  # is added to the norms' weights
+    norms: tuple[tuple[str, str], ...] = PRE_NORMS  # attribute, name in checkpoints
+    norm_offset: float = 0.0  # added to the norms' weights
     activation: str = "silu"  # or `gelu_tanh`
     attention_gate: bool = False  # q_proj also makes a gate of attention's output
-    attention_sinks: bool = False  # a logit a query head, in every softmax, without a value
-    delta: DeltaSpec | None = None  # of the layers that are gated delta nets
-    latent: LatentSpec | None = None  # of all layers' attention, where it is by latents
+    attention_sinks: bool = False  # see `model.attention`
+    delta: DeltaSpec | None = None
+    latent: LatentSpec | None = None  # latent attention in all layers
     embedding_scale: float = 1.0
     query_scale: float = 1.0  # beside 1 / sqrt(head_dim)
-    update_scale: float = 1.0  # of what attention and MLP add to the residual stream
-    hidden_scale: float = 1.0  # of the last hidden states, in front of the head
-    mixture: MixtureSpec = MixtureSpec()  # without experts: a dense MLP of `intermediate_size`
-    # the prefix of the names of tensors in the folder that it was read from, and prefixes of those
-    # tensors that are not read
+    update_scale: float = 1.0  # of the updates by attention and MLP
+    hidden_scale: float = 1.0  # of the last hidden states
+    mixture: MixtureSpec = MixtureSpec()
+    # prefixes of all tensors in the source folder, and of those not read
     stored_prefix: str = field(default="model.", compare=False)
     unused: tuple[str, ...] = field(default=(), compare=False)
-    stored_stacked: bool = field(default=False, compare=False)  # its experts (`model.stacked`)
+    stored_stacked: bool = field(default=False, compare=False)
     config: dict[str, Any] = field(repr=False, hash=False, compare=False, default_factory=dict)
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """The window of each layer, 0 for none; empty where no layer has one."""
+        """The window of each layer, 0 for none; empty if all are 0."""
         windows = tuple(layer.window for layer in self.layers)
         return windows if any(windows) else ()
 
     @property
     def layers_with_keys(self) -> tuple[bool, ...]:
-        """Which layers attend to keys; the others have a state."""
+        """Per layer, whether it attends to keys; the others have a state."""
         if not self.layers:
             return (True,) * self.num_layers
         return tuple(layer.mixer == "attention" for layer in self.layers)
@@ -151,14 +147,14 @@ class ModelSpec:
 
     @property
     def adds_plainly(self) -> bool:
-        """Whether a block's stream is x + f(norm(x)), as calibration assumes."""
-        others = (self.delta, self.latent)  # than plain attention
+        """True if a block computes x + f(norm(x)), as calibration assumes."""
+        others = (self.delta, self.latent)
         return self.norms == PRE_NORMS and self.update_scale == 1.0 and others == (None, None)
 
     @property
     def num_parameters(self) -> int:
-        """Parameters, with tied embeddings counted once and all experts."""
-        norms = (self.num_layers * len(self.norms) + 1) * self.hidden_size  # one behind all layers
+        """Parameters, with all experts, and tied embeddings once."""
+        norms = (self.num_layers * len(self.norms) + 1) * self.hidden_size
         num_delta = sum(layer.mixer == "delta" for layer in self.layers)
         delta = 0 if self.delta is None else self.delta.num_parameters(self.hidden_size)
         mixers = num_delta * delta + (self.num_layers - num_delta) * self._attention
@@ -186,8 +182,8 @@ class ModelSpec:
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """Read the spec of a Hugging Face folder, with the eos ids of generation_config.json.
-    ValueError names the file, and the missing or unsupported key."""
+    """Read the spec of a Hugging Face folder, with all its eos ids. ValueError names the file and
+    the key."""
     config = read_config(folder)
     try:
         spec = spec_from_config(config)
@@ -197,8 +193,8 @@ def read_spec(folder: Path) -> ModelSpec:
 
 
 def read_spec_apart(folder: Path) -> ModelSpec:
-    """Run `read_spec` in a subprocess: transformers' configurations import torch, which an
-    orchestrator must not load. The errors are the same; RunFailed on a timeout."""
+    """Run `read_spec` in a subprocess, as transformers' configurations import torch, which an
+    orchestrator must not load. RunFailed on a timeout."""
     command = [sys.executable, "-c", _READ_SPEC_PROGRAM, str(folder)]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=APART_SECONDS)
@@ -228,7 +224,7 @@ except ValueError as error:
 
 
 def generation_eos_ids(folder: Path) -> tuple[int, ...]:
-    """Return the eos ids of generation_config.json, if any. ValueError names the file."""
+    """Return the eos ids of generation_config.json. ValueError names the file."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return ()
@@ -294,9 +290,7 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
 
 
 def _text_part(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the configuration of a model's decoder and the prefix of its tensors."""
     architectures = config.get("architectures")
-    # the form of `Family.inside`
     whole = (config.get("model_type"), *(architectures if isinstance(architectures, list) else ()))
     family = next((f for f in FAMILIES.values() if f.inside and f.inside == whole), None)
     if family is None:
@@ -311,8 +305,6 @@ def _text_part(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def _family(config: dict[str, Any]) -> Family:
-    """Return the family of a config. ValueError if unsupported, or if `architectures` names another
-    model, such as a classifier."""
     by_architecture = {family.architecture: family for family in FAMILIES.values()}
     architectures = config.get("architectures")
     if (
@@ -330,7 +322,7 @@ def _family(config: dict[str, Any]) -> Family:
             f"model_type: {model_type!r} is not supported; supported: {', '.join(FAMILIES)}"
         )
     family = FAMILIES[model_type]
-    if family.architecture != architectures[0]:  # two known names that do not belong together
+    if family.architecture != architectures[0]:
         raise ValueError(
             f"architectures: {architectures[0]} is no model of model_type {model_type!r}"
         )
@@ -338,8 +330,8 @@ def _family(config: dict[str, Any]) -> Family:
 
 
 def _parse_with_transformers(config: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return the attributes of transformers' configuration. Types and sizes are checked first: the
-    class builds a list of all layers."""
+    """Return the attributes of transformers' configuration. Sizes are checked first, as the class
+    lists all layers."""
     for key in _INTEGER_KEYS:
         is_required = key in _REQUIRED_KEYS and key not in family.lacks
         if is_required or config.get(key) is not None:
@@ -367,7 +359,7 @@ def _parse_with_transformers(config: dict[str, Any], family: Family) -> dict[str
         parsed = CONFIG_MAPPING[family.model_type].from_dict(deepcopy(known_values))
         parsed.standardize_rope_params()  # again, as transformers' models do: extra keys count now
         return vars(parsed)
-    except Exception as error:  # the class's own errors, and Python's for odd values
+    except Exception as error:  # of the class, and Python's for odd values
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ValueError(
             f"not a configuration of {family.model_type}: {' '.join(lines)[:300]}"

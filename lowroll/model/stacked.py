@@ -1,4 +1,4 @@
-"""Experts that a folder stores as one tensor a matrix, where the decoder has names for each expert.
+"""Experts that a folder stores as one tensor, where the decoder has names for each expert.
 
     by rows       gate_up_proj [E, 2 F, D], gates in front of ups;  down_proj [E, D, F]     (Qwen3.5-MoE)
     by columns    gate_up_proj [E, D, 2 F], gates and ups alternating, gate_up_proj_bias [E, 2 F];
@@ -6,10 +6,9 @@
     in MXFP4      gate_up_proj_blocks uint8 [E, 2 F, D / 32, 16], gate_up_proj_scales [E, 2 F, D / 32],
                   rows alternating; down_proj likewise                                       (GPT-OSS)
 
-A block has the e2m1 codes of 32 weights, the first of two in the low bits, and its scale is a power
-of two with the bias 127: `quant.mxfp4`'s own bytes, in another order of rows.
+Blocks and scales have the bytes of `quant.mxfp4`, with other rows.
 
-Legend: E experts, N out features of an expert, K in features.
+Legend: `model`; E experts, N and F of an expert.
 """
 
 from __future__ import annotations
@@ -34,10 +33,8 @@ EXPERTS = ".mlp.experts."
 
 @dataclass(frozen=True)
 class StackedTensor:
-    """The stored tensor of one matrix, or of one bias, of all experts of a layer.
-
-    by_columns: a matrix is transposed. alternating: rows of gates and of ups alternate.
-    """
+    """The stored tensor of one matrix or bias of all experts of a layer. by_columns: transposed.
+    alternating: rows of gates and of ups alternate."""
 
     name: str
     num_experts: int
@@ -47,8 +44,7 @@ class StackedTensor:
     alternating: bool
 
     def headers(self, in_mxfp4: bool) -> dict[str, Header]:
-        """Return the shapes and dtypes of its tensors in a file. ValueError for columns that MXFP4's
-        blocks do not divide."""
+        """Return the headers in a file. ValueError unless MXFP4's blocks divide the columns."""
         if self.columns is None:
             return {self.name: ((self.num_experts, self.rows), FLOATS)}
         if not in_mxfp4:
@@ -63,7 +59,7 @@ class StackedTensor:
         }
 
     def by_expert(self, stored: Tensor) -> Tensor:
-        """Return a dense stored tensor as the decoder has it: [E N, K], or [E N] of a bias."""
+        """Return a dense stored tensor as in the decoder: [E N, K], or [E N] of a bias."""
         if self.by_columns and self.columns is not None:
             stored = stored.transpose(1, 2)
         return self._in_order(stored).flatten(0, 1).contiguous()
@@ -74,7 +70,7 @@ class StackedTensor:
         return (w_ENK.transpose(1, 2) if is_turned else w_ENK).contiguous()
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QTensor:
-        """Return the codes of blocks and scales. ValueError for a scale that is not a number."""
+        """Return the QTensor of blocks and scales. ValueError for a scale of NaN."""
         blocks, scales = (tensors[f"{self.name}_{kind}"] for kind in ("blocks", "scales"))
         if not get_format(MXFloat4.name).finite("weight_scale", scales):
             raise ValueError(f"{self.name}_scales: holds a non-finite value")
@@ -99,7 +95,6 @@ class StackedTensor:
         }
 
     def _in_order(self, x_EN: Tensor) -> Tensor:
-        """Return each expert's rows with gates, then ups."""
         if not self.alternating:
             return x_EN
         return x_EN.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
@@ -118,7 +113,7 @@ def are_in(files: Container[str], spec: ModelSpec) -> bool:
 
 
 def stored_tensors(spec: ModelSpec) -> dict[str, StackedTensor]:
-    """Return the stacked tensors of the spec's folder, by internal name; empty where it has none."""
+    """Return the stacked tensors of the spec's folder, by internal name."""
     if not spec.stored_stacked:
         return {}
     return {
@@ -129,8 +124,7 @@ def stored_tensors(spec: ModelSpec) -> dict[str, StackedTensor]:
 
 
 def is_native(spec: ModelSpec, format: Format) -> bool:
-    """Return whether a format is that of the family's published folders: experts in MXFP4, all else
-    dense."""
+    """Return whether a format is that of published folders: experts in MXFP4, all else dense."""
     if not spec.mixture.stacked or not isinstance(format, Mixed):
         return False
     return all(
@@ -142,8 +136,7 @@ def is_native(spec: ModelSpec, format: Format) -> bool:
 def pack(
     spec: ModelSpec, config: Mapping[str, Any], tensors: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return a model's tensors as its folder stores them, the experts stacked where the family does
-    it."""
+    """Return a model's tensors as its folder stores them."""
     quantization = config.get("quantization_config")
     in_mxfp4 = quantization is not None and quantization["quant_method"] == EXPERTS_IN_MXFP4
     is_dense = quantization is None
@@ -154,7 +147,7 @@ def pack(
         if EXPERTS not in parts[0]:
             continue
         stack = _stacked(spec, parts, shape)
-        if in_mxfp4 and stack.columns is not None:  # a bias is dense
+        if in_mxfp4 and stack.columns is not None:
             codes, scales = (
                 torch.cat([packed.pop(f"{part}_{kind}") for part in parts])
                 for kind in ("packed", "scale")
@@ -166,11 +159,9 @@ def pack(
 
 
 def _stacked(spec: ModelSpec, parts: list[str], shape: tuple[int, ...]) -> StackedTensor:
-    """Return the stacked tensor of a parameter. parts: the HF names of all experts' matrices or
-    biases. shape: of the parameter."""
     prefix, _, first_part = parts[0].partition(EXPERTS)
-    _, matrix, kind = first_part.split(".")  # as in "0.gate_proj.weight"
-    has_gate_and_up = matrix == "gate_proj"  # which are one tensor
+    _, matrix, kind = first_part.split(".")
+    has_gate_and_up = matrix == "gate_proj"
     stacked_name = "gate_up_proj" if has_gate_and_up else matrix
     suffix = "_bias" if kind == "bias" else ""
     return StackedTensor(

@@ -1,6 +1,6 @@
-"""The residual stream: what layers add to it, and the norm that reads it.
+"""The residual stream, and the norm that reads it.
 
-Legend: T tokens, D hidden size.
+Legend: `model`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.offset = offset
         self.noise: Tensor | None = None
-        self.exact = False  # see `Transformer.be_exact`
+        self.exact = False
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.add(x, None)[1]
@@ -46,8 +46,8 @@ class RMSNorm(nn.Module):
     def add(
         self, x_TD: Tensor, update_TD: Tensor | Product | None, rows: str | None = None
     ) -> tuple[Tensor, Tensor | QuantizedRows]:
-        """Return (x + update, its norm) in one pass. rows: the kind of quantized rows that the norm
-        is returned as; None: a plain tensor."""
+        """Return (x + update, its norm) in one pass. rows: the kind of quantized rows of the norm;
+        None: a plain tensor."""
         add = invariant.add_rms_norm if self.exact else add_rms_norm
         return add(x_TD, update_TD, self.gain, self.eps, rows)
 

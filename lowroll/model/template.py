@@ -1,7 +1,5 @@
 """Chat templates, rendered in a child process with bounds of time and memory
-(`model.template_child`).
-
-A template is an untrusted program, and jinja's sandbox does not prevent endless loops or memory use.
+(`model.template_child`): jinja's sandbox does not prevent endless loops or memory use.
 """
 
 from __future__ import annotations
@@ -31,11 +29,11 @@ _CHILD_SCRIPT = Path(__file__).with_name("template_child.py")
 
 
 class Ended(ValueError):
-    """The child has ended."""
+    """An error for a child that has ended."""
 
 
 class Template:
-    """A chat template that renders one conversation at a time. variables: its special tokens."""
+    """A chat template. variables: its special tokens."""
 
     def __init__(self, source: str, variables: dict[str, str]) -> None:
         if len(source) > MOST_TEMPLATE:
@@ -60,11 +58,8 @@ class Template:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Render a conversation. open_turn: with the header of the assistant's turn; tools: JSON
-        schemas to show; template_kwargs: further variables, as JSON (`enable_thinking`).
-
-        ValueError in one line for the template's errors, a timeout or memory limit, and for a
-        reserved variable.
-        """
+        schemas; template_kwargs: further variables, as JSON (`enable_thinking`). ValueError in one
+        line for the template's errors, a timeout or memory limit, and a reserved variable."""
         extra_variables = dict(template_kwargs or {})
         check_template_kwargs(extra_variables, self.variables)
         messages = [
@@ -84,7 +79,7 @@ class Template:
             except Ended:
                 if not had_child:
                     raise
-            # it worked before: something else has ended it, so try another one
+            # it worked before, so try another child
             return self._text(request)
 
     def _text(self, asked: dict[str, Any]) -> str:
@@ -101,11 +96,11 @@ class Template:
         assert self.child is not None
         try:
             reply = _exchange(self.child, json.dumps(message).encode() + b"\n", seconds or SECONDS)
-        except BaseException:  # a late answer must not be taken for another one's
+        except BaseException:  # a late answer must not be taken for the next
             self._forget_child()
             raise
         if "error" in reply:
-            if message is self.setup:  # the child has no template to render, and has ended
+            if message is self.setup:  # the child has ended
                 self._forget_child()
             raise ValueError(f"chat template: {printable(reply['error'])}")
         return reply
@@ -116,8 +111,7 @@ class Template:
 
 
 def check_template_kwargs(given: Mapping[str, Any], special_tokens: Iterable[str] = ()) -> None:
-    """Raise ValueError for a variable set elsewhere (the conversation, special tokens), or an
-    invalid name."""
+    """Raise ValueError for a reserved or invalid name."""
     for name in given:
         if name in RESERVED or name in special_tokens:
             raise ValueError(
@@ -158,7 +152,6 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _exchange(child: subprocess.Popen[bytes], request: bytes, seconds: float) -> dict[str, Any]:
-    """Send a request to the child and return its reply. ValueError on a timeout, Ended at its end."""
     deadline = time.monotonic() + seconds
     assert child.stdin is not None and child.stdout is not None
     to_child, from_child = child.stdin.fileno(), child.stdout.fileno()
@@ -189,7 +182,7 @@ def _exchange(child: subprocess.Popen[bytes], request: bytes, seconds: float) ->
 
 
 def _write(pipe: int, data: memoryview) -> memoryview:
-    """Write to the pipe and return the rest. The pipe's reader detects a dead child."""
+    """Write to the pipe and return the rest. The reader detects a dead child."""
     try:
         return data[os.write(pipe, data) :]
     except BrokenPipeError:

@@ -1,15 +1,12 @@
-"""The child process that renders a chat template: `python template_child.py`, started by
-`model.template`.
+"""The child process that renders a chat template, started by `model.template`.
 
 One JSON object a line. In: first {"template", "variables", "memory_mb", "seconds"}, then
 {"messages", "add_generation_prompt", "tools"}. Out: {"ready": true} or {"error": why}, then
 {"text"} or {"error"} a request.
 
-The parent kills a slow child. After the parent's death it reads the end of its input, or in a loop
-its own alarm ends it, `seconds` after the request.
-
-It imports jinja2 and nothing of lowroll, to start in a tenth of a second. The environment equals
-transformers' for chat templates, by a test.
+The parent kills a slow child. After the parent's death the child reads the end of its input, or an
+alarm ends it. It imports nothing of lowroll, to start in a tenth of a second. A test compares the
+environment with transformers'.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ MOST_TEXT = 16 << 20  # characters of a conversation
 
 
 class Generation(Extension):
-    """The `{% generation %}` tag, which marks an assistant's text; it has no effect here."""
+    """The `{% generation %}` tag, which marks an assistant's text and has no effect here."""
 
     tags = {"generation"}
 
@@ -128,8 +125,7 @@ def error(reason: BaseException) -> dict[str, str]:
 
 
 def main() -> None:
-    """Render the conversations of requests until the input ends. An alarm ends the process
-    `seconds` after a request without a reply."""
+    """Render the conversations of requests until the input ends."""
     setup = json.loads(sys.stdin.buffer.readline())
     protect(setup["memory_mb"])
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -142,7 +138,7 @@ def main() -> None:
 
     try:
         template = environment().from_string(setup["template"])
-    except (Exception, MemoryError) as reason:  # reported to the parent, which raises it
+    except (Exception, MemoryError) as reason:  # reported to the parent
         return reply(error(reason))
     reply({"ready": True})
     for line in sys.stdin.buffer:

@@ -1,9 +1,8 @@
 """The tokenizer and chat template of a model folder, through transformers, whose import takes
 seconds.
 
-Turns are never re-encoded: drawn tokens stay, and `ChatTokenizer.encode_turn` adds what the template
-puts after a mark in place of the assistant's text. A template may change earlier turns, but what it
-puts after a turn may not depend on them (`check_turns`).
+Drawn tokens are never re-encoded: `encode_turn` adds the text that the template puts after a mark
+in place of the assistant's text.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from lowroll.types import Message, Turn, printable
 
 _VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _LARGE_FILES = (*_VOCABULARY_FILES, "merges.txt", "chat_template.jinja")
-# marks in a rendered conversation
 _TURN_MARK, _NEXT_MARK = "LOWROLLMARK", "LOWROLLNEWS"
 _EARLIER_MESSAGES: list[Message] = [{"role": "user", "content": "a"}]
 _MARKED_TURN: list[Message] = [*_EARLIER_MESSAGES, {"role": "assistant", "content": _TURN_MARK}]
@@ -29,8 +27,8 @@ _SMALL_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_token
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """Load the folder's fast tokenizer; for an adapter folder without one, its base's. ValueError
-    names the folder when it is missing, damaged, or brings code."""
+    """Load the folder's fast tokenizer, or that of an adapter's base. ValueError for one that is
+    missing, damaged, or brings code."""
     from transformers import AutoTokenizer
 
     folder = tokenizer_home(folder)
@@ -52,7 +50,7 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def tokenizer_home(folder: str | Path) -> Path:
-    """Return the folder of the tokenizer: an adapter's may be its base's."""
+    """Return the tokenizer's folder, for an adapter perhaps its base's."""
     folder = Path(folder)
     if not has_tokenizer(folder) and (folder / "adapter_config.json").is_file():
         from lowroll.model.adapter_base import base_of
@@ -95,11 +93,8 @@ def _check_files(folder: Path) -> None:
 
 
 def eos_id(folder: str | Path) -> int | None:
-    """Return the eos id of the folder's tokenizer, or None.
-
-    It is read from the files if possible, since importing transformers can take longer than loading
-    the weights. Raises ValueError under the same conditions as `load_tokenizer`.
-    """
+    """Return the eos id of the folder's tokenizer, or None, from files if possible: importing
+    transformers can take longer than loading the weights. Errors as `load_tokenizer`."""
     folder = tokenizer_home(folder)
     try:
         config = read_json(folder / "tokenizer_config.json")
@@ -116,11 +111,10 @@ def eos_id(folder: str | Path) -> int | None:
 
 
 class ChatTokenizer:
-    """A tokenizer for the orchestrator and SFT.
+    """A tokenizer with a chat template, else ValueError.
 
-    ValueError for a tokenizer without a chat template. tool_format: how the model writes tool calls
-    (`tool_calls`); None: as the template shows it. template_kwargs: template variables for every
-    conversation (`enable_thinking`).
+    tool_format: how the model writes tool calls (`tool_calls`); None: as the template shows it.
+    template_kwargs: template variables for every conversation.
     """
 
     def __init__(
@@ -150,23 +144,19 @@ class ChatTokenizer:
         open_turn: bool = True,
         tools: Sequence[dict[str, Any]] = (),
     ) -> list[int]:
-        """Return a conversation's ids. Arguments and errors as `Template.render`; ValueError when
-        the template cannot show tools."""
+        """Return a conversation's ids. Arguments and errors as `render`."""
         return self._encode(self.render(messages, open_turn, tools))
 
     def encode_turn(
         self, messages: list[Message], after: Turn, said: Message | None = None
     ) -> list[int]:
         """Return the ids that the template adds after a drawn turn for the following messages, up
-        to the header of the assistant's next turn. `said`: the turn as a message, if it has tool
-        calls, which some templates need before a tool's answer.
-
-        A drawn end-of-turn token stands for the template's own; a turn ended by a stop string gets
-        the template's. ValueError for the template's errors.
-        """
+        to the header of the next turn. A drawn end-of-turn token replaces the template's own. said:
+        the turn as a message, if it has tool calls, which some templates need before a tool's
+        answer."""
         text = self._behind_calls(messages, said) or self._behind([*_MARKED_TURN, *messages], True)
         eos = str(self.tokenizer.special_tokens_map.get("eos_token") or "")
-        # A text that begins with a special token is tokenized as within a whole conversation.
+        # so the text is tokenized as within a conversation
         end_tokens = [token for token in (self._end, eos) if token]
         if text.startswith(tuple(end_tokens)):
             ids = self._encode(text)
@@ -174,11 +164,11 @@ class ChatTokenizer:
             return ids[1:] if is_drawn else ids
         if not eos:
             return self._encode(text)
-        return self._encode(f"{eos}{text}")[1:]  # the eos is there for the tokenizer alone
+        return self._encode(f"{eos}{text}")[1:]
 
     def check_turns(self) -> None:
-        """Raise ValueError unless the template can continue a drawn turn: what it adds must not
-        depend on earlier turns, and must show the messages that follow."""
+        """Raise ValueError unless the template can continue a drawn turn: its text must show the
+        messages that follow, and not depend on earlier turns."""
         next_message = {"role": "user", "content": _NEXT_MARK}
         earlier_turn = [*_EARLIER_MESSAGES, {"role": "assistant", "content": "b"}]
         in_short = self._behind([*_MARKED_TURN, next_message], True)
@@ -199,7 +189,6 @@ class ChatTokenizer:
 
     @cached_property
     def _end(self) -> str:
-        """The special token that the template puts after the assistant's text, or ""."""
         first_ids = self._encode(self._closing)[:1]
         if not first_ids or not self._is_special(first_ids[0]):
             return ""
@@ -210,11 +199,8 @@ class ChatTokenizer:
         return self._behind(_MARKED_TURN, False)
 
     def _behind_calls(self, messages: list[Message], said: Message | None) -> str:
-        """Return the text that the template puts after the turn `said` for the following messages;
-        "" without calls, or if it cannot be separated from the turn.
-
-        The mark of `_behind` cannot stand in calls, so the turn is rendered alone to find its end.
-        """
+        """Return the text after the turn `said`; "" without calls, or if it cannot be separated. A
+        mark cannot stand in calls, so the turn is rendered alone."""
         if said is None or not said.get("tool_calls"):
             return ""
         turn = {"role": "assistant", "content": "", "tool_calls": said["tool_calls"]}
@@ -233,7 +219,6 @@ class ChatTokenizer:
         return bool(self.tokenizer.decode([token])) and not self.decode([token])
 
     def _behind(self, messages: list[Message], open_turn: bool) -> str:
-        """Return the text that the template puts after the mark. ValueError when it drops the mark."""
         _, mark, suffix = self.render(messages, open_turn).partition(_TURN_MARK)
         if not mark:
             raise ValueError(
@@ -249,8 +234,8 @@ class ChatTokenizer:
         tools: Sequence[dict[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render a conversation as `Template.render`, whose template_kwargs precede those of this
-        tokenizer."""
+        """Render a conversation as `Template.render`. ValueError when the template cannot show
+        tools."""
         if tools:
             self.check_tools()
         variables = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
@@ -273,8 +258,7 @@ class ChatTokenizer:
         return call_format
 
     def turn(self, token_ids: list[int], tools: bool = False) -> Message:
-        """Convert a response to a chat message, with all text as content; tools: with its calls and
-        the reasons of invalid ones (`tool_calls.Spoken.message`)."""
+        """Convert a response to a chat message. tools: with calls, and why some are invalid."""
         content = self.decode(token_ids)
         if not tools:
             return {"role": "assistant", "content": content}
@@ -283,7 +267,7 @@ class ChatTokenizer:
         return read(self.tool_format, marked).message(content)
 
     def encode_response(self, text: str) -> list[int]:
-        """Return the ids of an assistant turn with its eos id. ValueError without one."""
+        """Return the ids of an assistant turn and its eos. ValueError without an eos."""
         if self.tokenizer.eos_token_id is None:
             raise ValueError(
                 "tokenizer: it has no end-of-sequence token (eos_token in tokenizer_config.json) "
@@ -292,7 +276,7 @@ class ChatTokenizer:
         return [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
 
     def decode(self, token_ids: list[int]) -> str:
-        """Return the text without special tokens, with spaces unchanged."""
+        """Return the text without special tokens, spaces unchanged."""
         return str(
             self.tokenizer.decode(
                 token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False

@@ -1,9 +1,8 @@
 """The child process that tries a tokenizer.json: `python tokenizer_child.py FILE MEMORY_MB
 SECONDS`.
 
-`model.tokenizer_trial` starts it. It encodes and decodes a few texts under limits of address space
-and processor time, and prints nothing, or one line with the error. It imports nothing of lowroll,
-to finish in a tenth of a second.
+It encodes and decodes a few texts under limits of address space and processor time, and prints one
+line with the error, if any. It imports nothing of lowroll, to finish in a tenth of a second.
 """
 
 from __future__ import annotations

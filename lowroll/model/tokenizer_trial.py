@@ -17,14 +17,14 @@ from lowroll.types import printable
 
 # 150,000 tokens take 0.4 s and 170 MB
 SECONDS = 60  # of processor time
-WALL_SECONDS = 300.0  # on a busy machine
+WALL_SECONDS = 300.0  # wall clock
 MEMORY_MB = 2048
 _CHILD_SCRIPT = Path(__file__).with_name("tokenizer_child.py")
-_accepted_digests: set[bytes] = set()  # digests of accepted files
+_accepted_digests: set[bytes] = set()
 
 
 def attempt(path: Path) -> None:
-    """Encode texts with the file in a child. ValueError names the file and the error or limit."""
+    """Encode texts with the file in a child. ValueError names the file and the problem."""
     regular(path, MOST_TOKENIZER)
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").digest()

@@ -1,7 +1,6 @@
 """A tokenizer.json through the tokenizers library alone, without transformers and torch, with the
-methods that `ChatTokenizer` uses.
-
-transformers may read a folder differently; `runs.roles.trainer` compares the two.
+methods that `ChatTokenizer` uses. transformers may read a folder differently; `runs.roles.trainer`
+compares the two.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class FileTokenizer:
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False, **_: object) -> str:
-        """Return the text of ids, with spaces unchanged."""
+        """Return the text, with spaces unchanged."""
         return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
 
 

@@ -1,13 +1,11 @@
 """One decoder for the engine and the learner, of all families (`lowroll.model.families`).
 
-    hidden_TD = model(ids_T, pos_T, attend)      tokens of any number of sequences, packed, with their positions
+    hidden_TD = model(ids_T, pos_T, attend)      tokens of packed sequences, with their positions
     logits_TV = model.logits(hidden_TD)
 
-Attention is an argument (`lowroll.model.attention`), a weight is a Tensor or a QTensor
-(`lowroll.model.linear`). q/k/v and gate/up are one matrix each; `lowroll.model.hf` maps them to
-Hugging Face names.
+A weight is a Tensor or a QTensor. q/k/v and gate/up are one matrix each.
 
-Legend: T tokens, D hidden size, H query heads, G key-value heads, d head size, V vocabulary.
+Legend: `model`.
 """
 
 from __future__ import annotations
@@ -42,12 +40,11 @@ from lowroll.model.stream import RMSNorm, Stream, dense
 from lowroll.quant import mixed
 from lowroll.quant.formats import QTensor
 
-COMPACT_HEAD_ROWS = 4  # more rows take longer than reading float32 (docs/LOG.md)
+COMPACT_HEAD_ROWS = 4  # more take longer than reading float32 (docs/LOG.md)
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU (or experts), each with a residual, and with norms before, after or on
-    both sides (`ModelSpec.norms`)."""
+    """Attention and an MLP or experts, each with a residual and norms (`ModelSpec.norms`)."""
 
     def __init__(
         self,
@@ -59,14 +56,14 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.layer = layer
-        self.exact = False  # see `Transformer.be_exact`
+        self.exact = False
         self.heads = spec.num_heads
         self.kv_heads = spec.num_kv_heads
         self.head_dim = spec.head_dim
         self.eps = spec.norm_eps
         self.query_scale, self.update_scale = spec.query_scale, spec.update_scale
         layer_spec = spec.layers[layer] if spec.layers else LayerSpec()
-        # the row of cos and sin; the one behind all ropes is for layers without positions
+        # layers without positions have the row after all ropes
         self.rope = len(spec.ropes) if layer_spec.rope is None else layer_spec.rope
         self.order = head_order(spec)
         hidden = spec.hidden_size
@@ -144,12 +141,9 @@ class Block(nn.Module):
         attend: Attend,
         wanted_P: Tensor | None = None,
     ) -> tuple[Tensor, Stream]:
-        """Return the residual stream without the update of this block's MLP, and that update, which
-        the next norm adds in the same pass.
-
-        update_TD: the previous block's; None in front of the first. wanted_P: the tokens that go on
-        after attention, so that the results are [P, D]; keys and values of all are written.
-        """
+        """Return the residual stream, and the update by this block's MLP, which the next norm adds.
+        update_TD: the previous block's. wanted_P: the tokens that go on after attention; keys and
+        values of all are written."""
         reader = self.mixer_reader
         mixer_rows = None if reader is None else reader.row_kind
         mlp_rows = None if self.experts is not None else self.gate_up.row_kind
@@ -163,7 +157,7 @@ class Block(nn.Module):
 
     @property
     def mixer_reader(self) -> Linear | None:
-        """The matrix of attention that reads the norm in front of it; None in a recurrent layer."""
+        """The matrix that reads the norm before attention; None in a recurrent layer."""
         if self.delta is not None:
             return None
         return self.qkv if self.latent is None else self.latent.qkv_a
@@ -186,7 +180,7 @@ class Block(nn.Module):
 
     @property
     def pre_norms(self) -> tuple[RMSNorm, RMSNorm]:
-        """The norms in front of attention and of the MLP. ValueError for a block without them."""
+        """The norms before attention and MLP. ValueError for a block without them."""
         if self.input_norm is None or self.post_attention_norm is None:
             raise ValueError("the model has no norms in front of attention and MLP")
         return self.input_norm, self.post_attention_norm
@@ -194,8 +188,8 @@ class Block(nn.Module):
     def _add(
         self, x_TD: Tensor, update_TD: Stream | None, norm: RMSNorm | None, rows: str | None
     ) -> tuple[Tensor, Tensor | QuantizedRows]:
-        """Return (x + update, what the next layer reads: its norm, if any). rows: the kind of
-        quantized rows that the layer reads, if it does."""
+        """Return (x + update, input of the next layer). rows: the kind of quantized rows that it
+        reads."""
         if norm is None:
             x_TD = x_TD if update_TD is None else x_TD + dense(update_TD)
             return x_TD, x_TD if rows is None else quantize_rows(x_TD, rows)
@@ -216,11 +210,10 @@ class Block(nn.Module):
         attend: Attend,
         wanted_P: Tensor | None = None,
     ) -> Stream:
-        """Return what attention adds to the residual stream. cos, sin: of all the model's ropes,
-        [R + 1, T, 1, d/2]. wanted_P: the tokens that are returned."""
+        """Return the update by attention. cos, sin: of all ropes, [R + 1, T, 1, d/2]."""
         rotate = invariant_heads if self.exact else rotate_heads
         qkv, gate = self._split_gate(self.qkv(x_TD))
-        q_gain = k_gain = None  # of the norms of single heads, which `rotate` applies
+        q_gain = k_gain = None  # `rotate` applies them
         if self.norms_whole:
             qkv = self._norm_whole(qkv)
         elif self.q_norm is not None and self.k_norm is not None:
@@ -247,8 +240,7 @@ class Block(nn.Module):
         return self.o(self.o.read(o_THd.reshape(o_THd.shape[0], -1)))
 
     def _split_gate(self, qkv: Stream) -> tuple[Stream, Tensor | None]:
-        """Return q, k and v, and the gate of attention's output [T, H, d], which stands behind each
-        head of q."""
+        """Return q, k and v, and the gate [T, H, d], stored behind each head of q."""
         if not self.has_gate:
             return qkv, None
         q_size = 2 * self.heads * self.head_dim
@@ -257,7 +249,6 @@ class Block(nn.Module):
         return torch.cat([q.flatten(1), kv], dim=1), gate
 
     def _norm_whole(self, qkv: Stream) -> Tensor:
-        """Return q, k and v [T, (H + 2 G) d], where q and k are normed over all their heads."""
         assert self.q_norm is not None and self.k_norm is not None
         q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
         q, k, v = dense(qkv).split([q_size, kv_size, kv_size], dim=1)
@@ -266,8 +257,8 @@ class Block(nn.Module):
     def _reorder(
         self, qkv: Stream, q_gain: Tensor | None, k_gain: Tensor | None
     ) -> tuple[Stream, Tensor | None, Tensor | None]:
-        """Return q, k and v [T, (H + 2 G) d] and the gains [d], with the numbers of each head of q
-        and k in the rotating kernel's order (`rope.head_order`)."""
+        """Return q, k and v [T, (H + 2 G) d] and the gains [d], in the rotating kernel's order
+        (`rope.head_order`)."""
         if self.order is None:
             return qkv, q_gain, k_gain
         heads_THd = dense(qkv).unflatten(1, (-1, self.head_dim))
@@ -311,8 +302,7 @@ RunBlock = Callable[
 ]
 
 
-# access to the weights of blocks outside of their calls: (model) -> some blocks at a time, whose
-# parameters exist until the next
+# Yields some blocks at a time, whose parameters exist until the next.
 ReadBlocks = Callable[["Transformer"], Iterator[list[Block]]]
 
 
@@ -332,12 +322,8 @@ def run_block(
 
 
 class Transformer(nn.Module):
-    """The decoder. Parameters are uninitialized: `lowroll.model.hf.load` or `initialize` fills
-    them.
-
-    layers: their kind, by default a learner's. A trainer may replace `run_block`, which runs a
-    block, and `read_blocks`, which reads weights (`trainer.recompute`, `parallel.sharding`).
-    """
+    """The decoder, uninitialized until `lowroll.model.hf.load` or `initialize`. A trainer may
+    replace `run_block` and `read_blocks` (`trainer.recompute`, `parallel.sharding`)."""
 
     def __init__(
         self,
@@ -351,7 +337,7 @@ class Transformer(nn.Module):
         self.run_block: RunBlock = run_block
         self.read_blocks: ReadBlocks = all_blocks
         self.exact = False
-        # weights that share storage with another model
+        # names of weights shared with another model
         self.shared: frozenset[str] = frozenset()
         self.embedding = nn.Parameter(
             torch.empty(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype)
@@ -364,17 +350,16 @@ class Transformer(nn.Module):
             self.lm_head = None
         else:
             self.lm_head = nn.Parameter(torch.empty_like(self.embedding))
-        # the engine's view of lm_head_weight: same storage, packed for its kernel
+        # the engine's view of lm_head_weight
         self.head: QTensor | None = None
         self.freqs = inverse_frequencies(spec).to(device if str(device) != "meta" else "cpu")
-        self.magnitudes = magnitudes(spec)  # goes where positions are, once: graphs copy nothing
+        self.magnitudes = magnitudes(spec)  # moves to the device once, as graphs may not copy
 
     def forward(
         self, ids_T: Tensor, pos_T: Tensor, attend: Attend, wanted_P: Tensor | None = None
     ) -> Tensor:
-        """Return the final hidden states of packed tokens: [T, D], or [P, D] of the tokens with the
-        indices `wanted_P`. On CUDA the last block drops the others after its attention; elsewhere
-        fewer rows would change last bits, so they are dropped at the end."""
+        """Return the final hidden states [T, D], or [P, D] of the indices `wanted_P`. On CUDA the
+        last block drops the others after attention; elsewhere that would change last bits."""
         cos, sin = self.rotations(pos_T)
         x_TD = self.embed(ids_T)
         update_TD: Stream | None = None
@@ -393,11 +378,11 @@ class Transformer(nn.Module):
         return hidden_TD[wanted_P]
 
     def embed(self, ids_T: Tensor) -> Tensor:
-        """Return the embeddings [T, D] of tokens, scaled as the model's are."""
+        """Return the scaled embeddings [T, D]."""
         x_TD = F.embedding(ids_T, self.embedding)
         if self.spec.embedding_scale == 1:
             return x_TD
-        # the constant is rounded to the dtype, as transformers' Gemma has it
+        # rounded to the dtype, as in transformers' Gemma
         return x_TD * torch.tensor(self.spec.embedding_scale, dtype=x_TD.dtype).item()
 
     def rotations(self, pos_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -419,7 +404,7 @@ class Transformer(nn.Module):
         return normed_TD if scale == 1 else normed_TD * scale
 
     def be_exact(self) -> Transformer:
-        """Make every row's bits independent of its batch. `model.exact.refuse` has the conditions."""
+        """Make every row's bits independent of its batch (`model.exact`)."""
         for module in self.modules():
             if isinstance(module, Transformer | Block | RMSNorm | Linear | Experts):
                 module.exact = True
@@ -433,12 +418,11 @@ class Transformer(nn.Module):
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """The matrix [V, D] from hidden states to logits; the embedding when tied."""
+        """The matrix [V, D] of logits; the embedding when tied."""
         return self.embedding if self.lm_head is None else self.lm_head
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Return logits [T, V], float32 on CUDA in half precision (`logprobs.logits`), else in the
-        model's dtype."""
+        """Return logits [T, V], float32 on CUDA in half precision, else in the model's dtype."""
         if self.exact:
             if (compact := self._compact_head(hidden_TD)) is not None:
                 return ordered.compact_product(hidden_TD, compact)
@@ -448,8 +432,7 @@ class Transformer(nn.Module):
         return self.head.linear(hidden_TD)
 
     def _compact_head(self, hidden_TD: Tensor) -> ordered.Compact | None:
-        """Return the head in the fewest bytes with the same logits, for a few rows of an exact
-        engine on a CPU, else None."""
+        """Return the head in the fewest bytes with the same logits, if that is faster."""
         if self.head is None or hidden_TD.device.type != "cpu" or hidden_TD.requires_grad:
             return None
         if not 0 < len(hidden_TD) <= COMPACT_HEAD_ROWS or triton_supports(hidden_TD):
@@ -458,14 +441,14 @@ class Transformer(nn.Module):
         return cast(ordered.Compact | None, compact)
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
-        """Yield every quantizable linear layer by name (not lm_head or embedding)."""
+        """Yield every quantizable linear layer."""
         return (
             (name, module) for name, module in self.named_modules() if isinstance(module, Linear)
         )
 
     def requires_grad_(self, requires_grad: bool = True) -> Transformer:
-        """Set whether the parameters are trained; those that no optimiser may change
-        (`names.is_fixed`) never are. ValueError for quantized weights."""
+        """Set whether parameters are trained, except fixed ones (`names.is_fixed`). ValueError for
+        quantized weights."""
         if requires_grad and self.weight_format is not None:
             raise ValueError(
                 f"the linear weights are {self.weight_format} codes, which have no gradient; "
@@ -491,8 +474,7 @@ class Transformer(nn.Module):
 
     @property
     def weight_format(self) -> str | None:
-        """The format of the quantized linear weights (a mixed one's name if they differ), or
-        None."""
+        """The format of the quantized weights, a mixed one's if they differ, or None."""
         weights = {name: linear.weight for name, linear in self.linears()}
         formats = {name: w.format for name, w in weights.items() if isinstance(w, QTensor)}
         if len(formats) < len(weights):
@@ -503,15 +485,14 @@ class Transformer(nn.Module):
 
 
 def whole(block: Block, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-    """Run a block with its addition, so that one tensor is kept for the backward pass."""
+    """Run a block and add its update, so that backward keeps one tensor."""
     x_TD, update_TD = block(x_TD, None, cos, sin, attend)
     return x_TD + update_TD
 
 
 def initialize(model: Transformer, seed: int, std: float = 0.02) -> Transformer:
-    """Fill a model with seeded random weights, and return it. Matrices are N(0, std), with those
-    that write to the residual stream scaled by 1 / sqrt(2 layers); norms multiply by 1; biases and
-    sinks are 0."""
+    """Fill a model with seeded random weights: matrices N(0, std), those that write to the residual
+    stream times 1 / sqrt(2 layers). Norms multiply by 1; biases and sinks are 0."""
     generator = torch.Generator().manual_seed(seed)
     output_std = std * (2 * model.spec.num_layers) ** -0.5
     starts_at_zero = ["bias", "sinks"]

@@ -6,9 +6,8 @@
 
 d and m are float16, and weights are rounded, halves to even, by the stored values (ggml rounds by
 the d before it is stored, halves away from zero). A matrix from such a file is recovered bit for
-bit where each block uses the ends of its grid, as llama.cpp's do without an importance matrix
-(`keeps`). compressed-tensors has no words for these formats, so no folder holds them. An exact
-engine on a CPU decodes them within the product (`ordered.Compact`); others multiply a dense copy.
+bit where each block uses the ends of its grid, as without an importance matrix (`keeps`). No folder
+holds these formats. An exact engine on a CPU decodes them within the product (`ordered.Compact`).
 
 Legend: `quant`.
 """
@@ -32,7 +31,7 @@ class BlockFormat(WeightOnly):
     compact_bits: float  # of a weight in `compact`
 
     def grid(self, w_NGS: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the scale and the minimum, if any, of each group: float32 [N, G]."""
+        """Return the scale and perhaps the minimum of each group: float32 [N, G]."""
         raise NotImplementedError
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
@@ -43,7 +42,7 @@ class BlockFormat(WeightOnly):
             stored["low"] = _to_float16(low_NG)
             w_NGS = w_NGS - stored["low"].float()[..., None]
         step_NG = stored["scale"].float()
-        step_NG = torch.where(step_NG == 0, torch.ones_like(step_NG), step_NG)  # all codes alike
+        step_NG = torch.where(step_NG == 0, torch.ones_like(step_NG), step_NG)
         q_NK = join(torch.round(w_NGS / step_NG[..., None]), w_NK.shape[1])
         return {"codes": self.pack(q_NK), **stored}
 
@@ -56,7 +55,7 @@ class BlockFormat(WeightOnly):
         raise NotImplementedError
 
     def compact(self, q: QTensor) -> ordered.Compact:
-        """Return the same numbers for `ordered.compact_product`. K is a multiple of GROUP."""
+        """Return the same numbers for `ordered.compact_product`."""
         raise NotImplementedError
 
     def linear(
@@ -133,8 +132,7 @@ class Q8_0(BlockFormat):
 
 
 def takes_compact(x_MK: Tensor, shape: tuple[int, int]) -> bool:
-    """Return whether an engine multiplies x with such a matrix by `ordered.compact_product`. A learner
-    does not: it needs the dense matrix for its gradients."""
+    """Return whether x is multiplied by `ordered.compact_product`, which has no gradients."""
     if not torch.is_inference_mode_enabled() or x_MK.device.type != "cpu":
         return False
     return x_MK.shape[0] > 0 and shape[1] % GROUP == 0

@@ -1,12 +1,5 @@
-"""Budgets that stand in place of a format: a bound on the KL to the dense model, or on the size.
-Importable without torch.
-
-    max_kl=0.02                    the fewest bits whose measured KL to the dense model is at most that
-    max_bits=5                     the least KL with so many bits a weight of the linear layers
-    max_bytes=400000000            the same, in bytes of the linear layers with their scales
-    max_kl=0.02,formats=int4+int8  of these formats alone
-
-`weights.budget` does the search.
+"""Budgets in place of a format, a bound on the KL to the dense model or on the size (docs/usage.md,
+`weights.budget`): `max_kl=0.1,max_bits=6,formats=int4+int8`. Importable without torch.
 """
 
 from __future__ import annotations
@@ -16,12 +9,12 @@ from dataclasses import dataclass
 
 from lowroll.quant.table import EIGHT_BITS, FORMATS, OWN, is_dense
 
-DEFAULT_FORMATS = ("nvfp4", EIGHT_BITS, OWN)  # without formats=: 4, 8 and 16 bits
+DEFAULT_FORMATS = ("nvfp4", EIGHT_BITS, OWN)  # 4, 8 and 16 bits
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits on the linear weights of the rollouts. None is no limit."""
+    """Limits on the linear weights of the rollouts."""
 
     max_kl: float | None = None
     max_bits: float | None = None

@@ -1,9 +1,8 @@
-"""Plain floating-point formats, the baseline of every other.
+"""Plain floating-point formats.
 
 On CPU a large matrix is multiplied from a copy in oneDNN's blocked layout: 1.4-3 times faster at
-4-24 rows than `F.linear`, which reorders the weight in every step (docs/LOG.md). For small
-matrices, which stay in the cache, the call costs more than it saves. On CUDA one or two rows use
-`kernels.matmul.gemv`.
+4-24 rows than `F.linear`, which reorders the weight in every step (docs/LOG.md). For a small matrix
+the call costs more than it saves. On CUDA one or two rows use `kernels.matmul.gemv`.
 
 Legend: `quant`.
 """
@@ -80,8 +79,8 @@ class BFloat16(Dense):
 
 
 def over(w_NK: Tensor) -> QTensor | None:
-    """Wrap a matrix as a QTensor over its own storage, or return None when no dense format has its
-    dtype. After a write to the storage, call `renew`."""
+    """Wrap a matrix as a QTensor over its own storage, or return None for another dtype. After a
+    write to the storage, call `renew`."""
     name = of(w_NK.dtype)
     if name is None:
         return None

@@ -1,16 +1,11 @@
 """QTensor, the Format protocol, and the registry of formats.
 
-A format turns a matrix w_NK ([out, in]) into codes and scales and multiplies activations with it,
-as the rollout engine does. It never sees layer names.
+Scales of w_NK ([out, in]) are computed in their stored dtype, by default float32, so codes depend
+on the weights alone.
 
-Scales are computed in their stored dtype (float32 unless the format says otherwise), so codes
-depend on the values of the weights alone. Tensors have the names and layouts of the checkpoints
-that other tools read.
-
-A fused matrix (qkv, gate-up) is one QTensor; checkpoints hold its parts. `cut` and `stack` convert
-without changing a code: stored tensors are cut along their first dimension. Values kept once a
-matrix, such as NVFP4's global scale, are shared by parts quantized here; parts from elsewhere keep
-their own, one for each row (or block).
+A fused matrix (qkv, gate-up) is one QTensor; checkpoints hold its parts. A value kept once a
+matrix, such as NVFP4's global scale, is shared by parts quantized here; parts from elsewhere keep
+their own.
 
 Legend: `quant`.
 """
@@ -38,18 +33,15 @@ from lowroll.kernels.quantize.rows import Product, QuantizedRows
 from lowroll.quant.scheme import Header, Scheme
 from lowroll.quant.table import DEFAULT, EIGHT_BITS, FORMATS, OWN
 
-LARGE = 1 << 26  # weights of a matrix that is faster as 4-bit codes up to 64 rows
+LARGE = 1 << 26  # weights of a matrix that stays faster as codes up to 64 rows
 EPS = torch.finfo(torch.float32).eps  # the scale of an all-zero channel or group
 
 
 @dataclass(eq=False)
 class QTensor:
-    """A quantized matrix: named storages (codes, scales) that never move.
-
-    `tensors` are the published bytes, which digests, checkpoints and `copy_` see. `packed` holds
-    what kernels derived from them (`derive`), such as oneDNN's layout. When the codes change, it is
-    dropped on CPU and recomputed elsewhere in the same storages, which a CUDA graph may hold.
-    """
+    """A quantized matrix: named storages that never move. `packed` holds what kernels derived from
+    `tensors` (`derive`), such as oneDNN's layout. When the codes change, it is dropped on CPU and
+    recomputed elsewhere in place, for CUDA graphs."""
 
     format: str
     shape: tuple[int, int]
@@ -57,19 +49,19 @@ class QTensor:
     packed: dict[str, Any] = field(default_factory=dict)
     makers: dict[str, Callable[[QTensor], Any]] = field(default_factory=dict)
     version: int = 0
-    # the tensor that these codes were made of, its version and ours at that time
+    # the source of these codes, its version and this one's at that time
     source: tuple[ref[QTensor], int, int] | None = None
 
     def note_source(self, source: QTensor) -> None:
         self.source = ref(source), source.version, self.version
 
     def is_made_of(self, source: QTensor) -> bool:
-        """Return whether the codes were made of those of `source`, and neither has changed since."""
+        """Return whether the codes were made of `source`, and neither has changed since."""
         return self.source == (ref(source), source.version, self.version)
 
     def derive(self, key: str, make: Callable[[QTensor], Any]) -> Any:
-        """Return `make(self)`, cached until the codes change. Off the CPU it is a tensor, a tuple
-        of tensors, or one of QTensors over these storages."""
+        """Return `make(self)`, cached until the codes change: off the CPU a tensor, or a tuple of
+        tensors or of QTensors over these storages."""
         if key not in self.packed:
             self.packed[key], self.makers[key] = make(self), make
         return self.packed[key]
@@ -80,14 +72,14 @@ class QTensor:
 
     @torch.no_grad()
     def renew(self) -> None:
-        """Drop (on CPU) or recompute what was derived. Call it after a write to `tensors`."""
+        """Update `packed` after a write to `tensors`."""
         self.version += 1
         if self.device.type == "cpu":
             self.packed.clear()
             return
         for key, derived in self.packed.items():
             if isinstance(derived, tuple) and isinstance(derived[0], QTensor):
-                for qtensor in derived:  # over our storages
+                for qtensor in derived:
                     qtensor.renew()
                 continue
             remade = self.makers[key](self)
@@ -95,15 +87,14 @@ class QTensor:
                 old.copy_(new)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the matrix [N, K] that the codes stand for."""
+        """Return the matrix [N, K]."""
         return get_format(self.format).dequantize(self, dtype)
 
     def linear(self, x_MK: Tensor, bias_N: Tensor | None = None, exact: bool = False) -> Tensor:
         return get_format(self.format).linear(x_MK, self, bias_N, exact)
 
     def copy_(self, other: QTensor) -> QTensor:
-        """Copy the codes and scales of `other` in place. ValueError when formats or shapes
-        differ."""
+        """Copy codes and scales in place. ValueError for another format or shape."""
         if (self.format, self.shape) != (other.format, other.shape):
             raise ValueError(
                 f"cannot copy a {other.format} tensor of shape {list(other.shape)} into a "
@@ -122,9 +113,9 @@ class QTensor:
 
     @torch.no_grad()
     def quantize_(self, w_NK: Tensor, amax_1: Tensor | None = None) -> QTensor:
-        """Quantize `w_NK` into this tensor's storages. amax_1: its largest magnitude
-        (`kernels.checksum.amax`), known to be finite, which saves a wait. ValueError, before any
-        write, for another shape or a non-finite value."""
+        """Quantize `w_NK` in place. amax_1: its largest magnitude, known to be finite, which saves
+        a wait for the device. ValueError, before any write, for another shape or a non-finite
+        value."""
         if tuple(w_NK.shape) != self.shape:
             raise ValueError(
                 f"cannot quantize a matrix of shape {list(w_NK.shape)} into one of {list(self.shape)}"
@@ -138,8 +129,7 @@ class QTensor:
         return self
 
     def seen_as(self, format: str) -> QTensor | None:
-        """Return the same storages in another format with the same stored tensors (int4 and w4a8),
-        or None."""
+        """Return the storages in another format that has the same, or None."""
         if format == self.format:
             return self
         if stored_format(format) != stored_format(self.format):
@@ -166,14 +156,12 @@ class QTensor:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor has no NaN or infinity. Waits for the device; for many tensors use
-    `kernels.checksum`."""
+    """Return whether a tensor is finite. Waits for the device; `kernels.checksum` takes many."""
     return checksum.finite(checksum.amax([tensor]))[0]
 
 
 def divide(x: Tensor, divisor: float) -> Tensor:
-    """Divide with one rounding on every device; CUDA would multiply by a scalar's rounded
-    reciprocal."""
+    """Divide with one rounding; CUDA multiplies by a scalar's rounded reciprocal."""
     return x / torch.full_like(x, divisor)
 
 
@@ -183,15 +171,12 @@ def nonzero(scale: Tensor) -> Tensor:
 
 
 def multiplicand(q: QTensor, dtype: torch.dtype) -> Tensor:
-    """Return the dequantized matrix [N, K] for a product.
-
-    A CPU keeps it until the codes change, because unpacking takes longer than a decode step's
-    product. On CUDA it lives for one product unless `keep_dense` asked for it.
-    """
+    """Return the dequantized matrix [N, K] for a product. A CPU keeps it, as unpacking takes longer
+    than a decode step's product; CUDA only if `keep_dense` asked for it."""
     if q.device.type != "cpu":
         dense_copy = q.packed.get(f"dense {dtype}")
         return q.dequantize(dtype) if dense_copy is None else dense_copy
-    with torch.inference_mode(False):  # the learner may differentiate through the kept tensor
+    with torch.inference_mode(False):  # a learner may differentiate through it
         return q.derive(f"dense {dtype}", lambda q: q.dequantize(dtype))
 
 
@@ -200,37 +185,36 @@ def _as_tuple(value: Any) -> tuple[Tensor, ...]:
 
 
 class Format(ABC):
-    """A way to store and multiply a matrix. Implementations are stateless."""
+    """A way to store and multiply a matrix, without state."""
 
     name: str
     summary: str
     bits: float  # of a weight, with its group's scales but not its row's
-    group: int | None = None  # weights of a row that share a scale; None: the whole row
+    group: int | None = None  # weights of a row that share a scale; None: all
     once: tuple[str, ...] = ()  # stored tensors with one entry a matrix
-    stored_as: str | None = None  # another format with the same stored tensors
-    dtype: torch.dtype | None = None  # of a dense format: storage and compute dtype
+    stored_as: str | None = None  # a format with the same stored tensors
+    dtype: torch.dtype | None = None  # of a dense format
     fallback: str = OWN  # the guard's next format; "": none
 
     rounds: bool = False  # activations (`rounded`), for a product in float32
-    rows: str | None = None  # kind of codes that `product` takes; None: no such product
-    kernel: str = ""  # name in the 4-bit kernels; "": unsupported
-    # name in the kernels of experts, and their tensors; (): unsupported
+    rows: str | None = None  # kind of codes that `product` takes
+    kernel: str = ""  # name in the 4-bit kernels
+    # name in the kernels of experts, and their tensors
     stacked: tuple[str, ...] = ()
 
     scheme: Scheme | None = None  # in compressed-tensors; None: another tool's, or no file's
-    # names of stored tensors in files, where they differ; None: files have none
+    # names in files, where they differ; None: not in files
     suffixes: Mapping[str, str | None] = {}
-    whole_groups: bool = False  # transformers reads no matrix that ends within a group
-    read_experts: bool = True  # transformers reads experts in it
-    unread: str = ""  # another reason why transformers cannot read such a folder
+    whole_groups: bool = False  # transformers wants whole groups of columns
+    read_experts: bool = True  # transformers reads its experts
+    unread: str = ""  # why transformers cannot read it
 
     @property
     def dense(self) -> bool:
         return FORMATS[self.name].dense
 
     def of(self, layer: str) -> Format:
-        """Return the format of a linear layer, named as in `Transformer.linears`; only
-        `quant.mixed` has several."""
+        """Return the format of a linear layer, named as in `Transformer.linears`."""
         return self
 
     @property
@@ -242,7 +226,7 @@ class Format(ABC):
         """Return codes and scales of a finite matrix."""
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
-        """Encode into existing storages. amax_1: the largest magnitude, float32."""
+        """Encode into existing storages. amax_1: the largest magnitude."""
         for name, value in self.encode(w_NK).items():
             tensors[name].copy_(value)
 
@@ -256,22 +240,21 @@ class Format(ABC):
         """Multiply x with the matrix. exact: a row's bits do not depend on its batch."""
 
     def rounded(self, x_MK: Tensor) -> Tensor:
-        """Return activations rounded as `linear` does, in float32. For formats with `rounds`."""
+        """Return activations rounded as `linear` does, in float32."""
         raise NotImplementedError(f"{self.name} does not round activations")
 
     def slower_than_float32(self, device: torch.device) -> str:
-        """Return why its products are slower than float32's on the device; "" if nothing says
-        so."""
+        """Return why products are slower than float32's on the device, or ""."""
         return ""
 
     def product(
         self, rows: QuantizedRows, q: QTensor, bias_N: Tensor | None, exact: bool = False
     ) -> Product:
-        """Multiply quantized activations; their scales may be left to the next kernel."""
+        """Multiply quantized activations; the next kernel may apply the scales."""
         raise NotImplementedError(f"{self.name} has no product of quantized rows")
 
     def quantize(self, w_NK: Tensor) -> QTensor:
-        """Quantize [N, K]. ValueError unless it is a finite, non-empty matrix."""
+        """Quantize [N, K]. ValueError unless it is finite and not empty."""
         if w_NK.ndim != 2 or w_NK.numel() == 0:
             raise ValueError(
                 f"{self.name}: expected a non-empty matrix [out, in], got shape {list(w_NK.shape)}"
@@ -279,7 +262,7 @@ class Format(ABC):
         return self.empty((w_NK.shape[0], w_NK.shape[1]), w_NK.device).quantize_(w_NK)
 
     def empty(self, shape: tuple[int, int], device: torch.device) -> QTensor:
-        """Return uninitialised storages for a matrix [N, K]."""
+        """Return uninitialised storages."""
         templates = meta_tensors(self, *shape)
         return QTensor(
             self.name,
@@ -288,16 +271,16 @@ class Format(ABC):
         )
 
     def pitch(self, name: str, num_in: int) -> Fraction:
-        """Return the entries of a stored tensor's first dimension for a row of `num_in` columns."""
+        """Return a stored tensor's entries of its first dimension for a row of `num_in` columns."""
         return Fraction(1)
 
     def finite(self, name: str, tensor: Tensor) -> bool:
-        """Return whether a stored tensor has no NaN or infinity."""
+        """Return whether a stored tensor is finite."""
         return not tensor.is_floating_point() or all_finite(tensor.float())
 
     def describe(self, dtype: torch.dtype, dense: Sequence[str] = ()) -> dict[str, Any] | None:
-        """Return a folder's `quantization_config` in another tool's words, or None for a format
-        with a scheme or without a tool. dense: name endings of modules that stay dense."""
+        """Return another tool's `quantization_config`, or None. dense: name endings of dense
+        modules."""
         return None
 
     def headers_beside(self) -> dict[str, Header]:
@@ -307,16 +290,15 @@ class Format(ABC):
         return {}
 
     def read_beside(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the stored tensors that a file holds there. ValueError names the wrong suffix."""
+        """Return further stored tensors. ValueError names the wrong suffix."""
         return {}
 
     def cut(self, q: QTensor, rows: Sequence[int]) -> list[QTensor]:
-        """Return copies of the parts of `rows` rows each, with the same codes and scales.
-        ValueError when a block spans two parts."""
+        """Return copies of parts of `rows` rows. ValueError when a block spans two parts."""
         return [part.clone() for part in self.split(q, rows)]
 
     def split(self, q: QTensor, rows: Sequence[int]) -> list[QTensor]:
-        """Return the parts as `cut`, over the storages of `q` instead of copies."""
+        """Return the parts over the storages of `q`."""
         assert sum(rows) == q.shape[0]
         parts = [QTensor(self.name, (size, q.shape[1]), {}) for size in rows]
         for name, tensor in q.tensors.items():
@@ -334,21 +316,18 @@ class Format(ABC):
         for name in parts[0].tensors:
             edges = self._edges(name, num_in, rows)
             pieces = [part.tensors[name] for part in parts]
-            if name in self.once:  # an entry a part becomes one for each of its rows or blocks
+            if name in self.once:
                 counts = [stop - start for start, stop in pairwise(edges)]
                 pieces = [piece.expand(count) for piece, count in zip(pieces, counts, strict=True)]
             stacked[name] = self._once(name, torch.cat(pieces))
         return QTensor(self.name, (sum(rows), num_in), stacked)
 
     def _once(self, name: str, tensor: Tensor) -> Tensor:
-        """Return one entry of a stored tensor that may have one a matrix, if all are equal."""
         if name in self.once and bool((tensor == tensor[:1]).all()):
             return tensor[:1]
         return tensor
 
     def _edges(self, name: str, num_in: int, rows: Sequence[int]) -> list[int]:
-        """Return where each part of a stored tensor starts along its first dimension, and the end
-        of the last. ValueError when a part ends within a block."""
         edges = [row * self.pitch(name, num_in) for row in accumulate(rows, initial=0)]
         if unaligned := [i for i, edge in enumerate(edges[1:-1]) if edge.denominator > 1]:
             raise ValueError(
@@ -364,17 +343,15 @@ def dense_from(shape: tuple[int, int]) -> int:
 
 
 def float_product(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, exact: bool) -> Tensor:
-    """Compute x W' + b in floating point; `exact` as in `Format.linear`."""
+    """Compute x W' + b in floating point."""
     return ordered.product(x_MK, w_NK, bias_N) if exact else F.linear(x_MK, w_NK, bias_N)
 
 
 class WeightOnly(Format):
-    """A format of low-bit storage, whose product is that of the dequantized matrix in the
-    activations' dtype.
+    """A format whose product is that of the dequantized matrix in the activations' dtype.
 
-    Codes are decoded within the product for few rows on CUDA (`kernels.matmul.streamed`, exact) and
-    for large matrices on a CPU with AVX2 (`kernels.matmul.w4_avx2`, which rounds activations to 16
-    bits).
+    Few rows on CUDA are multiplied with the codes (`kernels.matmul.streamed`, exact), as are large
+    matrices on a CPU with AVX2 (`kernels.matmul.w4_avx2`, which rounds activations to 16 bits).
     """
 
     fallback = EIGHT_BITS
@@ -406,15 +383,14 @@ def get_format(name: str) -> Format:
 
 
 def register_format(format: Format) -> None:
-    """Register a format that is not in the table. ValueError if another has the name."""
+    """Register a format beyond the table. ValueError if another has the name."""
     if _INSTANCES.setdefault(format.name, format) != format:
         raise ValueError(f"{format.name}: two mixed formats have this name")
 
 
 @lru_cache(maxsize=1024)
 def meta_tensors(format: Format, rows: int, columns: int) -> dict[str, Tensor]:
-    """Return a matrix's tensors on the meta device. Cached: it costs as much as quantizing a small
-    matrix."""
+    """Return a matrix's tensors on the meta device, cached, as it takes as long as quantizing."""
     return format.encode(torch.empty((rows, columns), device="meta"))
 
 
@@ -423,7 +399,7 @@ def stored_format(name: str) -> str:
 
 
 def formats() -> dict[str, str]:
-    """Return each format's name and description."""
+    """Return each format's description by name."""
     return {
         name: f"{get_format(name).bits:g} bits a weight: {get_format(name).summary}"
         for name in FORMATS

@@ -1,18 +1,15 @@
-"""FP8 W8A8 in e4m3 (3 bits of mantissa, largest value 448, no infinity), per channel and token or
-in blocks.
+"""FP8 W8A8 in e4m3 (3 bits of mantissa, no infinity), per channel and token or in blocks.
 
     fp8         s_w[n] = amax(|w[n, :]|) / 448                    s_x[m] = max(amax(|x[m, :]|) / 448, 1 / (448 * 512))
     fp8_block   s_w a tile of 128 x 128 weights, amax >= 1e-10    s_x a token and 128 features, the same floor
     codes       q = e4m3(clamp(v / s, -448, 448)), to nearest, ties to even
     product     y[m, n] = (sum_k q_x q_w) s_x s_w + bias[n]
 
-Sums are float32's. Per channel, CUDA multiplies the codes themselves (`kernels.matmul.w8a8`) and
-rounds sums for bfloat16 activations to bfloat16 before it scales them; its results differ by at
-most 5e-5 of the product of the norms, 4e-4 with many short rows (H200; docs/LOG.md). Elsewhere, and
-for blocks, codes are multiplied as float32. The activation floor is vLLM's; weight scales are those
-of compressed-tensors' FP8_DYNAMIC and DeepSeek-V3's blocks (arXiv 2412.19437, section 3.3.2;
-algorithms B2). Tiles cover the fused matrix: a part has whole tiles only if the parts before it
-have a multiple of 128 rows.
+Sums are float32's. Per channel, CUDA multiplies the codes themselves (`kernels.matmul.w8a8`), with
+an error of at most 5e-5 of the product of the norms, 4e-4 with many short rows (H200; docs/LOG.md).
+Elsewhere codes are multiplied as float32. The activation floor is vLLM's; weight scales are those
+of compressed-tensors' FP8_DYNAMIC and DeepSeek-V3's blocks (arXiv 2412.19437, section 3.3.2). Tiles
+cover the fused matrix, so the parts before a part must have a multiple of 128 rows.
 
 Legend: `quant`.
 """
@@ -38,11 +35,11 @@ from lowroll.quant.scheme import Scheme, arguments
 E4M3 = torch.float8_e4m3fn
 MAX = 448.0
 BLOCK = 128
-KIND = "fp8"  # of the codes of activations
+KIND = "fp8"
 
 
 def to_e4m3(x: Tensor) -> Tensor:
-    """Round to e4m3, saturating at +-448: it has no infinity."""
+    """Round to e4m3, saturating at +-448."""
     return x.clamp(-MAX, MAX).to(E4M3)
 
 
@@ -116,10 +113,10 @@ class Float8(Gridded):
 
 
 def gradient(grad_MN: Tensor, transposed: QTensor) -> Tensor:
-    """Return dX [M, K] = dY W of dY [M, N], in the dtype of dY. transposed: the codes of W' [K, N].
+    """Return dX [M, K] = dY W, in the dtype of dY [M, N]. transposed: the codes of W' [K, N].
 
-    Scales of dY have no floor, since a batch's mean makes gradients of 1e-7. Sums are the fast
-    kind, whose error is negligible beside the rounding to codes (docs/LOG.md).
+    Scales of dY have no floor, as a batch's mean makes gradients of 1e-7. Sums are the fast kind,
+    as rounding to codes has a larger error (docs/LOG.md).
     """
     rows = quantize_rows(grad_MN, "gradient")
     if grad_MN.device.type == "cpu":

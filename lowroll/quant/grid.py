@@ -2,8 +2,8 @@
 
     w^ = (level - zero) step        a step, and maybe a zero point, for the weights of a group
 
-Error-compensating rounding (`weights.gptq`) keeps the scales, moves the weights before they are
-rounded (`Grid.nearest`), and encodes the moved matrix (`Gridded.codes`).
+Error-compensating rounding (`weights.gptq`) keeps the scales and moves the weights before they are
+rounded.
 
 Legend: `quant`.
 """
@@ -23,8 +23,8 @@ Stretch = Tensor | float
 
 @dataclass(frozen=True)
 class Grid:
-    """The values that a matrix's codes can represent. level: rounds numbers in steps, with the
-    format's tie rule. size: columns of a group."""
+    """The values of a matrix's codes. level: rounds numbers in steps, with the format's tie rule.
+    size: columns of a group."""
 
     step_NG: Tensor
     level: Callable[[Tensor], Tensor]
@@ -41,7 +41,7 @@ class Grid:
         return self.from_steps(self.level(self.in_steps(w_NGS)))
 
     def in_steps(self, w_NGS: Tensor) -> Tensor:
-        """Return weights in steps, from the zero point on: w / step + zero."""
+        """Return weights in steps: w / step + zero."""
         w_NGS = w_NGS / self.step_NG[..., None]
         return w_NGS if self.zero_NG is None else w_NGS + self.zero_NG[..., None]
 
@@ -52,8 +52,8 @@ class Grid:
 
 
 class Gridded(Format):
-    """A format with a grid. floating: its relative resolution does not depend on the range, so
-    another range does not reduce the error."""
+    """A format with a grid. floating: another range does not reduce the error, as the relative
+    resolution stays."""
 
     floating = False
 
@@ -63,20 +63,18 @@ class Gridded(Format):
         return self.codes(w_NK, scales) | scales
 
     def turned(self, w_NK: Tensor) -> Tensor:
-        """Return the matrix in the basis of its codes, which may be rotated
-        (`quant.int8_rotated`)."""
+        """Return the matrix in the basis of its codes (`quant.int8_rotated`)."""
         return w_NK
 
     @abstractmethod
     def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
-        """Return the stored tensors of a finite matrix except its codes. stretch: the range of a
-        group's codes as a multiple of that of its weights."""
+        """Return the stored tensors except codes. stretch: the range of a group's codes over its
+        weights'."""
 
     @abstractmethod
     def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the codes of the nearest values under these scales."""
+        """Return the codes of the nearest values."""
 
     @abstractmethod
     def grid(self, scales: dict[str, Tensor], shape: tuple[int, int]) -> Grid:
-        """Return the values that a matrix [N, K] can have. ValueError if a row ends within a group
-        that the next row shares."""
+        """Return the values that a matrix [N, K] can have. ValueError if rows share a group."""

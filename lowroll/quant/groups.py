@@ -1,7 +1,6 @@
-"""The base of the group-wise 4-bit formats: groups of a row, two codes a byte, and e2m1's levels.
+"""The base of the group-wise 4-bit formats: groups of a row, and two codes a byte.
 
-A row that the group does not divide is padded with zeros for encoding only. The first of a byte's
-two codes is in the low half (compressed-tensors) or the high half (bitsandbytes).
+The first code of a byte is in the low half (compressed-tensors) or the high half (bitsandbytes).
 
 e2m1 (OCP Microscaling Formats 1.0, section 5.3.3) is a sign bit over the magnitudes 0 0.5 1 1.5 2 3
 4 6. Ties go to the even code: .25 -> 0, .75 -> 1, 1.25 -> 1, 1.75 -> 2, 2.5 -> 2, 3.5 -> 4, 5 -> 4.
@@ -40,8 +39,7 @@ def join(w_NGS: Tensor, num_in: int) -> Tensor:
 
 
 def pack(codes_NK: Tensor, first_high: bool = False) -> Tensor:
-    """Pack codes 0..15 (uint8) two a byte: uint8 [N, ceil(K / 2)]. A row of odd length ends with a
-    0."""
+    """Pack codes 0..15 (uint8) two a byte, a 0 at the end of odd rows: uint8 [N, ceil(K / 2)]."""
     codes_NK = F.pad(codes_NK, (0, codes_NK.shape[1] % 2))
     first_NB, second_NB = codes_NK[:, ::2], codes_NK[:, 1::2]
     return first_NB << 4 | second_NB if first_high else second_NB << 4 | first_NB
@@ -56,10 +54,10 @@ def unpack(
 
 
 def encode_e2m1(x: Tensor) -> Tensor:
-    """Return the codes (uint8) of the nearest e2m1 levels; numbers beyond 6 saturate."""
+    """Return the codes (uint8) of the nearest e2m1 levels, saturating."""
     magnitude, codes = x.abs(), (x < 0).to(torch.uint8) * 8
     for code, (low, high) in enumerate(zip(E2M1, E2M1[1:], strict=False)):
-        midpoint = (low + high) / 2  # a tie belongs to the even code
+        midpoint = (low + high) / 2
         codes += (magnitude > midpoint if code % 2 == 0 else magnitude >= midpoint).view(
             torch.uint8
         )
@@ -86,7 +84,7 @@ class Packed4(Gridded):
 
     @abstractmethod
     def pack(self, x_NK: Tensor) -> Tensor:
-        """Return the stored codes of the levels nearest to numbers in steps."""
+        """Return the stored codes of numbers in steps."""
 
     @abstractmethod
     def unpack(self, packed: Tensor, num_in: int) -> Tensor:
@@ -115,7 +113,7 @@ class Packed4(Gridded):
 
 
 class PackedE2M1(Packed4, WeightOnly):
-    """A format of e2m1 codes, two a byte, the first in the low half."""
+    """A format of e2m1 codes, two a byte."""
 
     @abstractmethod
     def steps(self, scales: dict[str, Tensor]) -> Tensor:

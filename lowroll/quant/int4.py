@@ -5,8 +5,8 @@
                  q = clamp(round(w / s + z), -8, 7),                                      w^ = (q - z) s
     w4a8         the symmetric weights, times INT8 activations with one dynamic scale a token
 
-Ties round to even. Range and scales are those of compressed-tensors (`pack-quantized`; algorithms
-B3). `weight_packed` holds q + 8 in int32 words of eight codes from the lowest bits up;
+Ties round to even. Range and scales are those of compressed-tensors (`pack-quantized`).
+`weight_packed` holds q + 8 in int32 words of eight codes from the lowest bits up;
 `weight_zero_point` holds z + 8 the same way, along the rows.
 
 Legend: `quant`.
@@ -39,12 +39,11 @@ from lowroll.quant.table import EIGHT_BITS
 
 GROUP = 128
 PACKED = "pack-quantized"
-LEVELS = tuple(float(q) for q in range(-8, 8))  # by stored code: q + 8
+LEVELS = tuple(float(q) for q in range(-8, 8))  # by stored code
 
 
 def pack_words(q_NK: Tensor) -> Tensor:
-    """Pack codes -8..7, eight an int32 word: [N, ceil(K / 8)]. An unfilled word ends with zero
-    bits."""
+    """Pack codes -8..7, eight an int32 word, with zero bits at the end: [N, ceil(K / 8)]."""
     codes_NK = (q_NK + 8).to(torch.uint8)
     return _row_major(pack(F.pad(codes_NK, (0, -codes_NK.shape[1] % 8)))).view(torch.int32)
 

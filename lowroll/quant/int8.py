@@ -5,12 +5,11 @@
     product      y[m, n] = (sum_k q_x q_w in int32) * s_w[n] * s_x[m] + bias[n]
 
 Ties round to even. Weight scales follow compressed-tensors, activation scales vLLM's dynamic kernel
-(QuRL section 3.1; algorithms B1). Integer sums make a row bitwise independent of its batch.
+(QuRL section 3.1). Integer sums make a row bitwise independent of its batch.
 
-On a CPU with AVX-512 VNNI one call rounds and multiplies float32 rows (`kernels.matmul.w8a8_vnni`),
-beside AMX only a few of them. Other rows of a CPU with VNNI are multiplied in oneDNN, by unsigned
-activations (q_x + 128, zero point 128), as signed ones fall back to a reference loop (docs/LOG.md).
-Other CPUs multiply floats in parts whose sums are exact (`kernels.matmul.w8a8_float32`).
+A CPU with AVX-512 VNNI multiplies by `kernels.matmul.w8a8_vnni` (beside AMX only few rows) or by
+oneDNN, with unsigned activations, as signed ones fall back to a reference loop (docs/LOG.md).
+Others use `kernels.matmul.w8a8_float32`.
 
 Legend: `quant`.
 """
@@ -29,7 +28,7 @@ from lowroll.quant.formats import QTensor, divide, nonzero
 from lowroll.quant.grid import Grid, Gridded, Stretch
 from lowroll.quant.scheme import INT8_TOKENS, Scheme, arguments
 
-KIND = "int8"  # of the codes of activations
+KIND = "int8"
 
 
 class Int8(Gridded):
@@ -75,7 +74,7 @@ class Int8(Gridded):
         return self.product(quantize_rows(x_MK, self.rows), q, bias_N).dense()
 
     def rotation_width(self, num_in: int) -> int:
-        """Return the width of the blocks that rows are rotated in; 1: they are not."""
+        """Return the width of the rotated blocks of rows; 1: none."""
         return 1
 
     def product(

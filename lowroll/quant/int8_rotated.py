@@ -5,8 +5,7 @@
     product      x' w'^T = x w^T, in the arithmetic of `quant.int8`
 
 H is the blocked Hadamard matrix of `kernels.quantize.rotation`. In a pretrained model a few
-channels hold most of a row's energy and leave the others few codes; rotation evens out the channels
-of a block (QuaRot, arXiv 2404.00456). Files hold the codes of w' and a `transform_config`.
+channels hold most of a row's energy and leave the others few codes; rotation evens them out.
 
 Legend: `quant`.
 """

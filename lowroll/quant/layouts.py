@@ -15,11 +15,10 @@ Tensors of a matrix W [N, K], by the suffix of the module's name:
     nf4         weight uint8 [N K / 2, 1], weight.absmax, weight.quant_map [16], weight.quant_state.bitsandbytes__nf4
     nf4_dq      the same with weight.absmax uint8, weight.nested_absmax, weight.nested_quant_map [256]
 
-DeepSeek's and Qwen's `quant_method: fp8` is `fp8_block` with weight_scale_inv for weight_scale, and
-is read only; so are `awq` and `gptq` (`quant.packed`). Scales are written in float32 and read in
-any float dtype (algorithms B1-B6; compressed-tensors 0.20, bitsandbytes 0.50). Several
-compressed-tensors formats in one folder are groups whose `targets` are module names; other modules
-are dense. Anything else that changes the computation is refused.
+Read only: `quant_method: fp8`, which is `fp8_block` with weight_scale_inv for weight_scale; `awq`
+and `gptq` (`quant.packed`). Scales are written in float32 and read in any float dtype. Several
+compressed-tensors formats in one folder are groups whose `targets` are module names. Anything else
+that changes the computation is refused.
 """
 
 from __future__ import annotations
@@ -43,24 +42,21 @@ from lowroll.quant.scheme import Header, Scheme
 from lowroll.quant.table import FORMATS
 
 FLOATS = ("F32", "BF16", "F16")
-EXPERTS_IN_MXFP4 = "mxfp4"  # the quant_method of GPT-OSS's folders
-LINEARS = (  # name suffixes of the modules that formats quantize
+EXPERTS_IN_MXFP4 = "mxfp4"  # GPT-OSS's quant_method
+LINEARS = (  # suffixes of quantized modules
     *(f".{p}_proj" for p in ("q", "k", "v", "o", "gate", "up", "down", "qkv", "gate_up")),
     *(".in_proj_qkvz", ".in_proj_qkv", ".in_proj_z", ".out_proj"),
     *(".q_a_proj", ".q_b_proj", ".kv_a_proj_with_mqa", ".kv_b_proj"),
 )
-MIXED = "mixed-precision"  # compressed-tensors' word for groups stored differently
+MIXED = "mixed-precision"
 _DTYPES = {torch.int8: "I8", torch.uint8: "U8", torch.int32: "I32", torch.float8_e4m3fn: "F8_E4M3"}
 _ADVICE = "; quantize the dense model with `lowroll quantize`, or load the dense one"
 
 
 @dataclass(frozen=True)
 class StoredLayout:
-    """The stored tensors of a format. renamed: the folder's own names of suffixes.
-
-    unpacked: 4-bit integers take a byte each. rotated: width of the rotation blocks by kind of
-    matrix.
-    """
+    """The stored tensors of a format. renamed: a folder's own suffixes. unpacked: 4-bit integers
+    take a byte each. rotated: width of the rotation blocks by kind of matrix."""
 
     format: str
     renamed: dict[str, str] = field(default_factory=dict)
@@ -83,7 +79,7 @@ class StoredLayout:
         return stored_headers | form.headers_beside()
 
     def decode(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> QTensor:
-        """Return the matrix of a file's tensors (by suffix). ValueError names the wrong suffix."""
+        """Return the matrix of a file's tensors. ValueError names the wrong suffix."""
         form = get_format(self.format)
         expected_tensors = meta_tensors(form, *shape)
         if self.unpacked:
@@ -102,7 +98,6 @@ class StoredLayout:
         return stored | get_format(self.format).write_beside(q, dtype)
 
     def _suffixes(self, names: Iterable[str]) -> dict[str, str]:
-        """Return this folder's suffix of each stored tensor."""
         suffixes: dict[str, str] = {}
         for name in names:
             suffix = get_format(self.format).suffixes.get(name, name)
@@ -113,7 +108,7 @@ class StoredLayout:
 
 @dataclass(frozen=True)
 class MixedLayout:
-    """Layouts by module name. rest: that of unnamed modules; None: they are dense."""
+    """Layouts by module name. rest: that of unnamed modules; None: dense."""
 
     named: dict[str, StoredLayout]
     rest: StoredLayout | None
@@ -134,8 +129,7 @@ class MixedLayout:
 
 
 class ExpertsInMXFloat4(MixedLayout):
-    """The layout of GPT-OSS's folders: stacked experts in MXFP4 (`model.stacked`), all else
-    dense."""
+    """The layout of GPT-OSS's folders: experts in MXFP4 (`model.stacked`), all else dense."""
 
     def __init__(self) -> None:
         super().__init__({}, None, frozenset(), {})
@@ -183,11 +177,8 @@ def describe(
     dense: Sequence[str] = (),
     columns: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Return the `quantization_config` of a folder with linear layers in `format`. dtype: the
-    model's.
-
-    dense: name endings of modules that stay dense. columns: in features by kind of matrix.
-    """
+    """Return the `quantization_config` of a folder. dense: name endings of dense modules. columns:
+    in features by kind of matrix."""
     form = get_format(format)
     description = form.describe(dtype, dense)
     if description is not None:
@@ -202,7 +193,7 @@ def describe(
 
 def describe_mixed(modules: dict[str, list[str]], columns: Mapping[str, int]) -> dict[str, Any]:
     """Return the `quantization_config` of a folder with several formats. modules: file names by
-    format. columns: as in `describe`. ValueError for a format that cannot be mixed."""
+    format. ValueError for a format that cannot be mixed."""
     dense: list[str] = []
     groups: list[dict[str, Any]] = []
     rotated: dict[str, int] = {}
@@ -256,7 +247,7 @@ def _describe_group(format: str, targets: list[str]) -> dict[str, Any]:
 
 def unread_by_transformers(format: str, columns: set[int], experts: bool) -> str | None:
     """Return why transformers (5.23, with compressed-tensors 0.20 and bitsandbytes 0.50) cannot
-    load such a folder, or None. columns: of the quantized matrices."""
+    load such a folder, or None."""
     form = get_format(format)
     if isinstance(form, Mixed):
         return _mixture_unread_by_transformers(form, columns, experts)
@@ -297,9 +288,8 @@ def _schemes_by_format() -> dict[str, Scheme]:
 
 
 def _read_compressed_tensors(config: dict[str, Any]) -> StoredLayout | MixedLayout:
-    """Return the layout of compressed-tensors' `quantization_config`. If all groups have the same
-    one, it is returned alone: then the files say which modules are quantized, unless `ignore`
-    leaves linear layers dense."""
+    """Return the layout. If all groups have the same one and `ignore` names no linear layer, the
+    files say which modules are quantized."""
     if config.get("kv_cache_scheme"):
         raise ValueError(f"kv_cache_scheme: is not supported{_ADVICE}")
     sparsity = config.get("sparsity_config")
@@ -338,8 +328,6 @@ def _read_rotations(config: dict[str, Any]) -> dict[str, int]:
 def _layouts_by_target(
     groups: dict[str, Any], layouts: dict[str, StoredLayout]
 ) -> dict[str, StoredLayout]:
-    """Return the layout of each target of several groups: a module's name, or "Linear". ValueError
-    for a pattern, or a target that stands twice."""
     by_target: dict[str, StoredLayout] = {}
     for key, layout in layouts.items():
         where = f"config_groups.{key}.targets"
@@ -357,8 +345,7 @@ def _layouts_by_target(
 
 
 def _rotated_in(group: Any, rotated: dict[str, int]) -> dict[str, int]:
-    """Return the rotations of a group: of its modules if they are declared by module name, which
-    has dots, else of all kinds of matrices."""
+    """Return a group's rotations, declared by module name, which has dots, or by kind of matrix."""
     if not any("." in name for name in rotated):
         return rotated
     targets = group.get("targets") if isinstance(group, dict) else None

@@ -3,8 +3,8 @@
     name = mixed.register({"blocks.0.qkv": "int8", "blocks.0.o": "nvfp4", ...}, sizes)
     get_format(name).of("blocks.0.qkv").name     "int8"
 
-The name is `mixed-` and eight hex digits of the assignment's digest. A process must register the
-assignment to know it: from a model, a folder, or a run's file (`weights.budget`).
+The name is `mixed-` and eight hex digits of the assignment's digest. A process knows only the
+assignments that it registered.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ PREFIX = "mixed-"
 
 
 class Mixed(Format):
-    """A format that assigns a plain format to each linear layer, named as in `Transformer.linears`.
-    sizes: weights of each layer, for the mean bits."""
+    """A format that assigns a plain format to each linear layer. sizes: weights of each layer."""
 
     summary = "a format for each linear layer"
 
@@ -44,7 +43,7 @@ class Mixed(Format):
         return hash(self.name)
 
     def of(self, layer: str) -> Format:
-        """Return the format of a linear layer. ValueError if the assignment lacks it."""
+        """Return a layer's format. ValueError if it has none."""
         if layer not in self.assignment:
             raise ValueError(f"{self.name}: it assigns no format to {layer}")
         return get_format(self.assignment[layer])
@@ -81,7 +80,7 @@ class Mixed(Format):
 
 
 def title(name: str) -> str:
-    """Return a format's name for a person; of a mixture, its formats and mean bits."""
+    """Return a format's name for a person."""
     if not name.startswith(PREFIX):
         return name
     form = get_format(name)
@@ -94,8 +93,8 @@ def register(
     assignment: Mapping[str, str], sizes: Mapping[str, int], dtype: torch.dtype | None = None
 ) -> str:
     """Register an assignment; return its name, or the format that all layers share. sizes: weights
-    of each layer. dtype: of layers that are `dense`. ValueError for an empty assignment or a format
-    that is not plain."""
+    of each layer. dtype: of `dense` layers. ValueError for an empty assignment or a format that is
+    not plain."""
     if not assignment:
         raise ValueError("an assignment of formats names no layer")
     if dtype is not None:
@@ -121,8 +120,7 @@ def stated(assignment: Mapping[str, str], sizes: Mapping[str, int]) -> dict[str,
 
 
 def read(found: object, dtype: torch.dtype | None = None) -> str:
-    """Register what `stated` gave; return its name. dtype: of layers that are `dense`. ValueError
-    for anything else."""
+    """Register the result of `stated`; return its name. ValueError for anything else."""
     assignment: dict[str, str] = {}
     sizes: dict[str, int] = {}
     for name, layers in found.items() if isinstance(found, dict) else ():

@@ -7,8 +7,7 @@
     FLOOR  E = 127 + floor(log2 amax) - 2                                              (OCP's rule; `mxfp4_floor`)
 
 EVEN saturates a block's largest weight no more than rounding would; FLOOR clips above 6 s. E is
-read exactly from the bits of amax and clamped to 0..254 (algorithms B5). `weight_scale` holds E as
-uint8.
+read exactly from the bits of amax and clamped to 0..254. `weight_scale` holds E as uint8.
 
 Legend: `quant`.
 """

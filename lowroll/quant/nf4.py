@@ -1,20 +1,18 @@
-"""NF4 W4A16: 16 levels at the quantiles of a normal distribution, one absmax for 64 weights; with
-double quantization.
+"""NF4 W4A16: 16 levels at the quantiles of a normal distribution, one absmax for 64 weights.
 
     c = absmax of 64 consecutive weights of the flattened matrix,   q = nearest level to w / c,   w^ = level[q] c
 
-Levels and layout are bitsandbytes' (QLoRA, arXiv 2305.14314, section 3 and appendix E; algorithms
-B6): blocks run over the row-major matrix, the last may be short; two codes a byte, the first in the
-HIGH half; a midpoint belongs to the lower level.
+Levels and layout are bitsandbytes' (QLoRA, arXiv 2305.14314, section 3 and appendix E): blocks run
+over the row-major matrix, the last may be short; two codes a byte, the first in the HIGH half; a
+midpoint belongs to the lower level.
 
-`nf4_dq` keeps the absmax in 8 bits: less their mean, blocks of 256 are scaled to [-1, 1] and
-rounded to 256 levels of dynamic precision (arXiv 1511.04561): +-0.1 ... 1 in 2^i steps, times 10^(i
-- 6), i = 0..6, with 0 and 1.
+`nf4_dq` keeps the absmax in 8 bits (double quantization): less their mean, blocks of 256 are scaled
+to [-1, 1] and rounded to 256 levels of dynamic precision (arXiv 1511.04561): +-0.1 ... 1 in 2^i
+steps, times 10^(i - 6), i = 0..6, with 0 and 1.
 
     absmax^ = level[code] * nested_absmax[block // 256] + nested_offset
 
-Parts from a file with different means keep them, one for 256 blocks. Files hold the levels with the
-codes, and the rest (sizes, the offset) as JSON bytes.
+Parts from a file with different means keep them, one for 256 blocks.
 
 Legend: `quant`; L weights of the matrix, B blocks, P bytes.
 """
@@ -39,7 +37,7 @@ from lowroll.quant.scheme import Header
 
 BLOCK = 64
 NESTED_BLOCK = 256
-TYPE = "nf4"  # bitsandbytes' word for the levels
+TYPE = "nf4"
 STATE = "weight.quant_state.bitsandbytes__nf4"
 MOST_STATE = 1 << 14  # bytes of JSON
 TINY = 1e-38  # the divisor of a block of zeros
@@ -68,7 +66,7 @@ class NormalFloat4(Gridded, WeightOnly):
     summary = "W4A16, QLoRA's normal levels in blocks of 64"
     bits = 4.5
     group = BLOCK
-    double = False  # is the absmax quantized too?
+    double = False
     suffixes = {"absmax": "weight.absmax"}
     whole_groups = True
     read_experts = False
@@ -226,7 +224,7 @@ class NormalFloat4Double(NormalFloat4):
 
 def read_description(config: dict[str, Any], advice: str) -> str:
     """Return the format of bitsandbytes' `quantization_config`. ValueError names the unsupported
-    key, and gives advice."""
+    key."""
     is_4bit = config.get("load_in_4bit", config.get("_load_in_4bit"))
     if not is_4bit:
         raise ValueError(f"load_in_4bit: LLM.int8() folders are not supported{advice}")
@@ -253,8 +251,7 @@ def _bytes_to_json(state: Tensor) -> Any:
 
 
 def encode_normal(x: Tensor) -> Tensor:
-    """Return the codes (uint8) of the nearest levels, by counting the midpoints below: several
-    times faster than a search."""
+    """Return the codes (uint8) of the nearest levels, faster than by a search."""
     codes = torch.zeros_like(x, dtype=torch.uint8)
     for midpoint in midpoints(LEVELS).tolist():
         codes += (x > midpoint).view(torch.uint8)
@@ -272,7 +269,7 @@ def midpoints(levels: tuple[float, ...]) -> Tensor:
 
 @cache
 def dynamic_levels() -> tuple[float, ...]:
-    """Return the 256 levels of a quantized absmax, ascending. Level 127 is 0."""
+    """Return the 256 levels of a quantized absmax, ascending."""
     magnitudes: list[float] = []
     for i in range(7):
         edges = torch.linspace(0.1, 1, 2**i + 1)
@@ -286,7 +283,6 @@ def _table(levels: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def _scale_blocks(x_L: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return blocks in [-1, 1] and their absmax: float32 [B, S], [B]."""
     x_BS = _split_blocks(x_L, size)
     absmax_B = x_BS.abs().amax(dim=-1)
     return _normalize_blocks(x_BS, absmax_B), absmax_B

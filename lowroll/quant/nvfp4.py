@@ -5,10 +5,8 @@
     q    = e2m1(clamp(w / (s_b / g), -6, 6))         w^ = q (s_b / g)
 
 An amax of 0, or so small that g overflows, gives g = 1. The layout is compressed-tensors'
-`nvfp4-pack-quantized` (QeRL, section 2 and Eq. 6; algorithms B4).
-
-A fused matrix quantized here has one g. Parts from a file with different g keep them, one a row:
-`weight_global_scale` [N].
+`nvfp4-pack-quantized` (QeRL, section 2 and Eq. 6). Parts from a file with different g keep one a
+row: `weight_global_scale` [N].
 
 Legend: `quant`.
 """
@@ -41,7 +39,7 @@ class NVFloat4(PackedE2M1):
         arguments(4, "float", "tensor_group", group_size=BLOCK),
         scale_dtype="torch.float8_e4m3fn",
     )
-    read_experts = False  # it loads them without the global scales: wrong numbers
+    read_experts = False  # it loads them without the global scales
 
     def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
         amax_NG = split(w_NK, BLOCK).abs().amax(dim=-1)

@@ -1,7 +1,7 @@
 """AutoAWQ, AutoGPTQ and GPTQModel folders (`quant_method` awq and gptq), read only.
 
-Both mean w^ = (q - z) s, with a code q >= 0 a weight, and a scale s and a zero point z for each
-group of a row. Files hold the transpose of W [N, K], in int32 words of 32 / bits codes:
+Both mean w^ = (q - z) s, with a scale s and a zero point z for each group of a row. Files hold the
+transpose of W [N, K], in int32 words of 32 / bits codes:
 
     awq (version gemm)   qweight [K, N / 8], qzeros [K / S, N / 8], scales [K / S, N]: the eight codes
                          of a word are columns 0, 2, 4, 6, 1, 3, 5, 7, from the lowest bits up
@@ -10,8 +10,8 @@ group of a row. Files hold the transpose of W [N, K], in int32 words of 32 / bit
                          column k belongs to group g_idx[k]. checkpoint_format gptq stores z - 1
                          (modulo 2^bits), gptq_v2 stores z
 
-Four bits in groups of 128 in column order keep their codes: `int4_asym`, or `int4` where gptq says
-that z is in the middle (sym). All else becomes dense.
+Four bits in groups of 128 in column order keep their codes: `int4_asym`, or `int4` for gptq's sym.
+All else becomes dense.
 
 Legend: `quant`.
 """
@@ -28,7 +28,7 @@ from lowroll.quant.formats import QTensor, get_format, meta_tensors
 from lowroll.quant.int4 import GROUP, Int4, Int4Asymmetric, pack_words, pack_zeros
 from lowroll.quant.scheme import Header
 
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each code of a word
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 BITS = (2, 4, 8)
 ADVICE = "; load the dense model"
 
@@ -36,7 +36,7 @@ ADVICE = "; load the dense model"
 @dataclass(frozen=True)
 class PackedWeights:
     """The layout of such a folder. offset: added to a stored zero point. ordered: groups follow the
-    order of the columns."""
+    columns."""
 
     method: str
     bits: int
@@ -50,7 +50,7 @@ class PackedWeights:
 
     @property
     def format(self) -> str | None:
-        """The format with the same codes; None where a matrix becomes dense."""
+        """The format with the same codes, if any."""
         if self.bits != 4 or self.size != GROUP or not self.ordered:
             return None
         return Int4.name if self.symmetric else Int4Asymmetric.name
@@ -62,8 +62,7 @@ class PackedWeights:
         return f"{self.method} ({self.bits} bits, {group}{order})"
 
     def headers(self, shape: tuple[int, int]) -> dict[str, Header]:
-        """Return the headers of a matrix's tensors in a file, by suffix. ValueError for a shape of
-        no whole words."""
+        """Return the headers of a matrix, by suffix. ValueError for a shape of no whole words."""
         num_out, num_in = shape
         codes_per_word = 32 // self.bits
         if num_out % codes_per_word or (self.method == "gptq" and num_in % codes_per_word):
@@ -79,8 +78,8 @@ class PackedWeights:
         return stored_headers | {"qweight": qweight, "g_idx": ((num_in,), ("I32",))}
 
     def decode(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> QTensor | Tensor:
-        """Return the matrix of a file's tensors (by suffix): in `format`, or dense float32 [N, K].
-        ValueError names the wrong suffix."""
+        """Return the matrix of a file's tensors: in `format`, or dense float32. ValueError names
+        the wrong suffix."""
         scale_NG = stored["scales"].float().t().contiguous()
         if not bool(torch.isfinite(scale_NG).all()):
             raise ValueError("scales: holds a non-finite value")
@@ -121,7 +120,7 @@ class PackedWeights:
 
 
 def read_packed(config: dict[str, Any]) -> PackedWeights:
-    """Return the layout of an awq or gptq config. ValueError names the unsupported key."""
+    """Return the layout of a config. ValueError names the unsupported key."""
     method, bits, group_size = config["quant_method"], config.get("bits"), config.get("group_size")
     if not isinstance(bits, int) or bits not in ((4,) if method == "awq" else BITS):
         raise ValueError(f"bits: {bits!r} in {method} is not supported{ADVICE}")
@@ -161,7 +160,7 @@ def _read_gptq(config: dict[str, Any], bits: int, group_size: int) -> PackedWeig
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
-    """Unpack int32 words from the lowest bits up: [R, W] to [R, W 32 / bits]."""
+    """Unpack int32 words: [R, W] to [R, W 32 / bits]."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     return ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
 

@@ -1,5 +1,4 @@
-"""A format's name in compressed-tensors' `quantization_config`, which `layouts` writes and
-reads."""
+"""The names of formats in compressed-tensors' `quantization_config`."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ INT8_TOKENS = arguments(8, "int", "token", dynamic=True)
 class Scheme:
     compression: str
     weights: dict[str, Any]
-    inputs: dict[str, Any] | None = None  # activations; None: they are not quantized
+    inputs: dict[str, Any] | None = None  # of activations
     scale_dtype: str | None = None  # if not the model's
     unpacked: str | None = None  # another compression, a byte a code, read only
-    rotated: bool = False  # its features are (`quant.transforms`)
+    rotated: bool = False  # see `quant.transforms`

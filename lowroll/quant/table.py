@@ -1,19 +1,18 @@
-"""The table of weight formats, importable without torch: what a configuration may ask for. All else
-is in the format's class (`formats.Format`)."""
+"""The table of weight formats, importable without torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-OWN = "dense"  # a run's name for the dense format of its own dtype
-STORED = "stored"  # a run's name for the low-bit format of its model's folder
-DEFAULT = "int8"  # of rollouts that name no format
+OWN = "dense"  # a run's name for the dense format of its dtype
+STORED = "stored"  # a run's name for the format of its model's folder
+DEFAULT = "int8"
 EIGHT_BITS = "int8_rotated"  # the 8-bit format nearest to dense weights
 
 
 @dataclass(frozen=True)
 class FormatRow:
-    """The facts of a format that are known before torch is loaded."""
+    """A format's facts before torch is loaded."""
 
     home: str  # module:class
     dense: bool = False  # plain floating point

@@ -18,13 +18,13 @@ from typing import Any
 from lowroll.kernels.quantize.rotation import width
 
 KEY = "transform_config"
-# keys of a group that compressed-tensors fills in
+# filled in by compressed-tensors
 _GROUP_DEFAULTS = {"randomize": False, "requires_grad": False, "precision": "torch.float32"}
 
 
 def describe(columns: Mapping[str, int]) -> dict[str, Any]:
-    """Return the `transform_config` of a rotated model. columns: in features by kind of matrix
-    ("q_proj", ...) or by module."""
+    """Return the `transform_config` of a rotated model. columns: in features by kind of matrix or
+    module."""
     widths = {kind: width(size) for kind, size in columns.items()}
     groups = {}
     for size in sorted(set(widths.values()) - {1}):
@@ -34,8 +34,7 @@ def describe(columns: Mapping[str, int]) -> dict[str, Any]:
 
 
 def read(config: Any) -> dict[str, int]:
-    """Return the width of the blocks by kind of matrix or by module. ValueError for what `describe`
-    does not write."""
+    """Return the widths of blocks by kind of matrix or module. ValueError for another transform."""
     groups = config.get("config_groups") if isinstance(config, dict) else None
     if not isinstance(groups, dict):
         raise ValueError(f"{KEY}.config_groups: expected groups of transforms, got {groups!r}")
@@ -49,7 +48,7 @@ def read(config: Any) -> dict[str, int]:
 
 
 def check(found: Mapping[str, int], columns: Mapping[str, int]) -> None:
-    """Raise ValueError where a folder's rotations do not fit matrices with these features."""
+    """Raise ValueError where a folder's rotations do not fit matrices."""
     for kind, size in columns.items():
         if found.get(kind, 1) != width(size):
             raise ValueError(

@@ -1,21 +1,10 @@
-"""The interface of cache policies: which of a sample's keys stay, how many, and from when on.
+"""The interface of cache policies. A policy is one file with both sides: a `CachePolicy`, which is
+arithmetic without torch for the scheduler, and a `Selector`, which selects the keys on the device.
 
-`CachePolicy` is arithmetic without torch, for the scheduler's admission. `Selector` is the device
-side, for the runner: it may watch queries, and selects the keys.
+All layers and KV heads share one page table: each head keeps equally many keys, but not the same
+ones. Keys and new tokens are rotated by their true positions.
 
-A cache has one length, hence one page table, for all layers and KV heads: every head keeps equally
-many keys, but not the same ones. Keys and new tokens are rotated by their true positions.
-
-A new policy is one file that defines both sides:
-
-    class Recent(CachePolicy):                     keep the last `budget` keys
-        name = "recent"
-        def room(self, cached): return max(0, self.budget + self.buffer - cached)
-        def kept(self, cached): return min(cached, self.budget)
-        def selector(self, spec, cache, max_batch): return LastKeys()
-
-Legend: L layers, S slots, B rows, T tokens, H query heads, G key-value heads, d head size, K keys
-that stay.
+Legend: `kv`.
 """
 
 from __future__ import annotations
@@ -25,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the scheduler imports this file without torch
+if TYPE_CHECKING:  # the scheduler has no torch
     from torch import Tensor
 
     from lowroll.kv.batch import DecodeRows, PromptChunk
@@ -34,47 +23,42 @@ if TYPE_CHECKING:  # the scheduler imports this file without torch
 
 
 class CachePolicy(ABC):
-    """A policy for the number of keys in a sample's cache, of each layer and head.
+    """A policy for the number of keys in a sample's cache.
 
-    What a sample keeps does not depend on its batch. Contract: a cache that was just compacted, or
-    has just got its prompt, takes at least one more key: room(kept(n)) >= 1 and
-    room(after_prompt(n)) >= 1.
+    Contract: a cache that was just compacted, or just received its prompt, has room for a key:
+    room(kept(n)) >= 1 and room(after_prompt(n)) >= 1.
     """
 
     name: str  # BehaviorTag.kv_policy
     budget: int | None  # BehaviorTag.kv_budget; None keeps every key
-    # Tokens at the end of a prompt that run even if their pages are cached: a policy may watch
-    # their queries. At least 1, for the logits.
+    # Tokens at the end of a prompt that run even if their pages are cached, so that a policy
+    # observes them. At least 1, for the logits.
     window: int = 1
 
     @abstractmethod
     def room(self, cached: int) -> int:
-        """Return the keys that a cache of `cached` keys takes before a compaction; 0: compact
-        now."""
+        """Return how many keys fit before a compaction; 0: compact now."""
 
     @abstractmethod
     def kept(self, cached: int) -> int:
-        """Return the keys that a compaction leaves of `cached`; at least 1."""
+        """Return the number of keys after a compaction; at least 1."""
 
     @abstractmethod
     def selector(self, spec: ModelSpec, cache: KVCache, max_batch: int) -> Selector | None:
-        """Create the device side, once an engine, with `num_slots(max_batch)` slots; None for a
-        policy that never compacts."""
+        """Create the device side, once an engine, with `num_slots(max_batch)` slots; None: never
+        compacts."""
 
     def state_bytes(self, spec: ModelSpec, max_batch: int, bytes_per_number: int) -> int:
-        """Return the selector's permanent device memory. bytes_per_number: of queries."""
+        """Return the selector's device memory. bytes_per_number: of queries."""
         return 0
 
     def after_prompt(self, length: int) -> int:
-        """Return the keys that remain before the first decode step. Prefill attends to all of
-        them."""
+        """Return the number of keys after prefill, which attends to all keys."""
         return length if self.room(length) else self.kept(length)
 
     def peak(self, cached: int, more: int) -> int:
-        """Return the most keys that a cache of `cached` holds while `more` are added one by one.
-
-        This default is for a policy whose later compactions leave no more than the first one.
-        """
+        """Return the most keys that a cache of `cached` holds while `more` are added. Override it
+        if later compactions leave more keys than the first."""
         room = self.room(cached)
         if more <= room:
             return cached + more
@@ -83,9 +67,8 @@ class CachePolicy(ABC):
 
 
 class Selector(ABC):
-    """The device side of a policy, which selects keys and may keep a state for each slot, layer and
-    KV head. What a decode graph reads must keep its storage. All methods are called in stream
-    order."""
+    """The device side of a policy, which may keep state for each slot, layer and KV head. Methods
+    are called in stream order. Storage that a decode graph reads must not move."""
 
     watches: bool = False
 
@@ -96,27 +79,26 @@ class Selector(ABC):
         """Copy the state of slots (source, target). All are read before one is written."""
 
     def prefilled(self, layer: int, q_THd: Tensor, chunks: Sequence[PromptChunk]) -> None:  # noqa: B027
-        """Observe the queries of prompt chunks in a layer, packed in the chunks' order. Keys and
-        values are in the chunks' pages. Queries of tokens from the prefix cache are never seen."""
+        """Observe a layer's queries of prompt chunks, packed in order, with keys and values already
+        in their pages. Tokens from the prefix cache are not observed."""
 
     def decoded(self, layer: int, q_BHd: Tensor, rows: DecodeRows) -> None:  # noqa: B027
-        """Observe a decoded token of each row in a layer; its key is the row's last. Captured in
-        a CUDA graph: no shape or host decision may depend on the rows. Dead rows have the dead
-        slot."""
+        """Observe a decoded token of each row, after its key was stored. Captured in a CUDA graph:
+        no shape or host decision may depend on the rows."""
 
     @abstractmethod
     def compact(self, rows: DecodeRows, kept: int) -> Tensor:
-        """Return indices int64 [L, B, G, K] of the `kept` keys of each layer, ascending from 0, the
-        oldest. A state that goes by key is gathered here too."""
+        """Return the indices int64 [L, B, G, K] of the `kept` keys, ascending from the oldest, and
+        gather the state of keys."""
 
 
 def prompt_slot(max_batch: int) -> int:
-    """Return the slot of a prompt whose samples are not all admitted; they copy its state later."""
+    """Return the slot of a prompt, until all its samples are admitted."""
     return max_batch
 
 
 def dead_slot(max_batch: int) -> int:
-    """Return the slot that rows without a token write to."""
+    """Return the slot of rows without a token."""
     return max_batch + 1
 
 
@@ -125,21 +107,21 @@ def num_slots(max_batch: int) -> int:
 
 
 def copy_slots(state_LS: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy a state [L, S, ...] of slots (source, target). All are read before one is written."""
+    """Copy a state [L, S, ...] as `Selector.copy`."""
     sources, targets = (list(slots) for slots in zip(*pairs, strict=True))
     state_LS[:, targets] = state_LS[:, sources]
 
 
 @dataclass(frozen=True)
 class Compaction:
-    """The policy keeps `kept` of the `cached` keys in `pages`, which move to `targets`.
+    """A compaction of the `cached` keys in `pages` to `kept` keys, which move to `targets`.
 
-    No target is shared or can be served again. Targets that are among `pages`, and then of no other
-    compaction, come first and are consecutive in `pages`, so that keys can move in place
+    No target is shared or can be served again. Targets among `pages` come first, belong to no other
+    compaction and are consecutive in `pages`, so keys can move in place
     (`kernels.kv_eviction.move`).
     """
 
-    slot: int  # of the sample or prompt, in the policy's state
+    slot: int  # in the policy's state
     pages: list[int]
     targets: list[int]
     cached: int
@@ -151,12 +133,12 @@ class Compaction:
 class Footprint:
     """Pages that a request can need under a policy."""
 
-    prompt: int  # pages of the prompt as it runs
+    prompt: int  # while it runs
     base: int  # keys, not pages, that every sample begins with
-    compacted: int  # pages of a compacted prompt's base, in addition to `prompt`; else 0
-    evicts: bool  # a sample's cache may be compacted while it decodes
-    writer: int  # a sample's own pages, at worst, if it appends to the base's last page
-    sibling: int  # and if it copies that page first
+    compacted: int  # more pages, for a compacted base
+    evicts: bool  # while a sample decodes
+    writer: int  # most pages of a sample that extends the base's last page
+    sibling: int  # most pages of a sample that copies that page first
 
     @property
     def alone(self) -> int:
@@ -165,12 +147,8 @@ class Footprint:
 
 
 def footprint(policy: CachePolicy, prompt: int, response: int, page_size: int) -> Footprint:
-    """Return the footprint of a prompt of so many tokens with responses of up to `response`, whose
-    last token is never stored.
-
-    A sample shares the base's pages until its first compaction. Shared pages are never edited, so
-    after it all pages are the sample's own.
-    """
+    """Return the footprint of a prompt with responses of up to `response` tokens, the last never
+    stored. A sample shares the base's pages, which are never edited, until its first compaction."""
     base = policy.after_prompt(prompt)
     peak = policy.peak(base, response - 1)
     evicts = peak < base + response - 1

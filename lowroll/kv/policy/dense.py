@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class DensePolicy(CachePolicy):
-    """The policy that never compacts; a sample's worst case is its prompt and whole response."""
+    """The policy that never compacts."""
 
     name = "dense"
     budget = None

@@ -1,16 +1,11 @@
 """H2O (arXiv 2306.14048): the keys to which all queries so far have attended most, and the last
 ones.
 
-A KV head's score of a key is the sum, over all queries since the prompt began and over the head's
-group, of the attention probability that each has given it. Kept keys keep their scores. Half of the
-budget is for the last keys, the other half for the best scores before them.
+A KV head's score of a key is the sum of its attention probabilities over all queries of the head's
+group since the prompt began. Half of the budget is for the last keys. All queries of a prompt must
+be seen, so none of its tokens comes from the prefix cache.
 
-Attention kernels do not return probabilities: they are computed again, on CUDA by
-`kernels.kv_eviction.watch`. All queries of a prompt must be seen, so none of its tokens comes from
-the prefix cache.
-
-Legend: L layers, B rows, S slots, T tokens, C queries of a row, H query heads, G key-value heads, Q
-query heads of a group, d head size, N keys, P pages, K keys that stay.
+Legend: `kv`; C queries of a row, Q query heads of a group.
 """
 
 from __future__ import annotations
@@ -42,7 +37,7 @@ class H2O(Bounded):
         return HeavyHitters(self, spec, cache, max_batch)
 
     def state_bytes(self, spec: ModelSpec, max_batch: int, bytes_per_number: int) -> int:
-        """Return the bytes of the float32 scores, without a long prompt's."""
+        """Return the bytes of the scores, without a long prompt's."""
         return num_slots(max_batch) * spec.num_layers * spec.num_kv_heads * self.most(spec) * 4
 
     def most(self, spec: ModelSpec) -> int:
@@ -89,8 +84,7 @@ class HeavyHitters(Selector):
                 score_GN += attended(q_cHd[None], k_1GNd, last_c[None])[0]
 
     def _prompt_score(self, layer: int, chunk: PromptChunk) -> Tensor:
-        """Return the scores [G, stop] of a prompt's keys, to add to in place: a view of score_LSGN,
-        or for more keys a longer copy in `long`."""
+        """Return the scores [G, stop] of a prompt's keys, to add to in place."""
         if chunk.stop <= self.most:
             return self.score_LSGN[layer, chunk.slot, :, : chunk.stop]
         earlier_GN = self.long.get((layer, chunk.slot), self.score_LSGN[layer, chunk.slot])
@@ -139,7 +133,7 @@ class HeavyHitters(Selector):
 
 def attended(q_BCHd: Tensor, k_BGNd: Tensor, last_BC: Tensor) -> Tensor:
     """Return each key's attention probability, summed over a row's queries and the group: float32
-    [B, G, N]. A query sees the keys 0..last; with -1 it adds 0."""
+    [B, G, N]. A query sees the keys 0..last; with -1 none."""
     logits_BGQCN = grouped_logits(q_BCHd, k_BGNd)
     n_N = torch.arange(k_BGNd.shape[2], device=k_BGNd.device)
     sees_BCN = n_N <= last_BC[..., None]

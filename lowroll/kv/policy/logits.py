@@ -1,14 +1,13 @@
 """Plain torch attention scores for policies.
 
-Legend: B rows, C queries of a row, H query heads, G key-value heads, Q query heads of a group, d
-head size, N keys.
+Legend: `kv`; C queries of a row, Q query heads of a group.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-# float32 keys or scores in memory at once while rows are scored
+# float32 keys or scores in memory at once
 MOST_SCORED = 1 << 26
 
 

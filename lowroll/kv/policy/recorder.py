@@ -1,11 +1,8 @@
 """A record of the keys that a cache policy dropped, for the replay of a sample (`model.replay`).
+Only their positions go to the host: one tensor for all layers of a batch of compactions, read in
+`settle` while the device runs on.
 
-On the device the recorder keeps the positions of the keys that a slot's last compaction left; later
-keys have the positions since. Only the positions of dropped keys go to the host: one tensor for all
-layers of a batch of compactions, read in `settle` while the device runs on.
-
-Legend: L layers, S slots, B rows, G key-value heads, N keys, K keys that stay, E keys that are
-dropped, T positions.
+Legend: `kv`; E keys that are dropped, T positions.
 """
 
 from __future__ import annotations
@@ -35,8 +32,7 @@ def most_held(policy: CachePolicy, spec: ModelSpec) -> int:
 def policy_bytes(
     kv: CachePolicy, spec: ModelSpec, max_batch: int, dtype: torch.dtype, record_evictions: bool
 ) -> int:
-    """Return the device memory of slots beside the cache: of a policy's state, its records, and
-    recurrent layers."""
+    """Return the device memory of a policy's state, records, and recurrent layers."""
     slots = num_slots(max_batch)
     keys = slots * spec.num_layers * spec.num_kv_heads * most_held(kv, spec)
     recorded = keys * torch.int32.itemsize if record_evictions else 0
@@ -48,16 +44,13 @@ def policy_bytes(
 class _History:
     """A sample's history; immutable, so copies share it."""
 
-    after: tuple[int, ...]  # the last position before each compaction
+    after: tuple[int, ...]  # last positions before compactions
     numbers_LGT: Tensor  # the compaction that dropped each key; 0: none
 
 
 class CompactionRecorder:
-    """A recorder of compactions for `slots` slots, where each leaves at most `most` keys. Call its
-    methods in the order of the device's work.
-
-    held_LSGK: the positions of the keys that a slot's last compaction left.
-    """
+    """A recorder of compactions, each of which leaves at most `most` keys. Call its methods in the
+    device's order. held_LSGK: the positions of the keys that a slot's last compaction left."""
 
     def __init__(
         self, layers: int, slots: int, heads: int, most: int, device: torch.device | str
@@ -65,9 +58,9 @@ class CompactionRecorder:
         self.layers, self.heads = layers, heads
         shape = (layers, slots, heads, most)
         self.held_LSGK = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._num_held: dict[int, int] = {}  # by slot
+        self._num_held: dict[int, int] = {}
         self._histories: dict[int, _History] = {}
-        self._untold: list[Callable[[], None]] = []  # events since `settle`, in order
+        self._untold: list[Callable[[], None]] = []  # events since `settle`
 
     def begin(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -75,7 +68,7 @@ class CompactionRecorder:
         self._untold.append(partial(self._begin, tuple(slots)))
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy records (source, target); all are read before one is written."""
+        """Copy records as `Selector.copy`."""
         num_held = dict(self._num_held)
         for source, target in pairs:
             self._num_held[target] = num_held.get(source, 0)
@@ -95,8 +88,7 @@ class CompactionRecorder:
             apply_event()
 
     def evictions(self, slot: int | None) -> Evictions:
-        """Return the dropped keys of a slot's sample so far; None: of a sample that was never
-        compacted."""
+        """Return the dropped keys of a slot's sample; None: a sample that was never compacted."""
         self.settle()
         if slot not in self._histories:
             return Evictions(self.layers, self.heads)
@@ -104,9 +96,8 @@ class CompactionRecorder:
         return pack_evictions(history.numbers_LGT, history.after)
 
     def _trace(self, rows: Sequence[Compaction], kept_LBGK: Tensor) -> None:
-        """Find the positions of the keys that stay and of those that are dropped. Key n of a row is
-        one that its last compaction left, whose position is in held_LSGK, or was added since: these
-        are the last ones, without gaps."""
+        """Find the positions of kept and of dropped keys. The first keys of a row are those in
+        held_LSGK; the others were added since, without gaps."""
         device = self.held_LSGK.device
         row_values = [(r.slot, r.cached, r.position, self._num_held.get(r.slot, 0)) for r in rows]
         slots_B, *columns = upload(torch.tensor(row_values).t().contiguous(), device)
@@ -121,7 +112,7 @@ class CompactionRecorder:
 
         gone_LBGN = (n_N < length_B11).expand_as(position_LBGN).scatter(3, kept_LBGK, False)
         max_gone = max(row.cached - row.kept for row in rows)
-        # the dropped positions of a row move to its front; what stays goes behind the last
+        # dropped positions move to the front; all others go to the last entry
         index_LBGN = (gone_LBGN.cumsum(3) - 1).masked_fill(~gone_LBGN, max_gone)
         gone_LBGE = position_LBGN.new_zeros(*position_LBGN.shape[:3], max_gone + 1)
         gone_LBGE.scatter_(3, index_LBGN, position_LBGN)

@@ -10,7 +10,7 @@ Beside SnapKV's importance I, over the n keys of a head:
 and the best Z stay. With `zero_first`, C_i0 is 0 where no C_ij exceeds 0.5, as in the published
 code by an accident of its argmax.
 
-Legend: as in `kv.policy.snapkv`; R rows of C.
+Legend: `kv.policy.snapkv`; R rows of C.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from lowroll.kv.policy.table import MIX, ZERO_FIRST
 
 @dataclass(frozen=True)
 class RKV(SnapKV):
-    """The R-KV policy. mix: weight of importance against redundancy, the paper's lambda, 0 to 1.
-    zero_first: treat keys without duplicates as the published code does."""
+    """The R-KV policy. mix: the paper's lambda, 0 to 1."""
 
     name = "rkv"
     mix: float = MIX.default
@@ -58,7 +57,7 @@ class RKV(SnapKV):
 
 def redundancy(k_BGNd: Tensor, lengths_B: Tensor, zero_first: bool = False) -> Tensor:
     """Return the softmax over a row's keys of their mean similarity to the others: float32 [B, G,
-    N], 0 beyond the row's end. Computes C in portions of rows."""
+    N], 0 beyond the row."""
     k_BGNd = k_BGNd.float()
     unit_BGNd = k_BGNd / (k_BGNd.norm(dim=-1, keepdim=True) + EPS)
     n_N = torch.arange(k_BGNd.shape[2], device=k_BGNd.device)
@@ -68,7 +67,7 @@ def redundancy(k_BGNd: Tensor, lengths_B: Tensor, zero_first: bool = False) -> T
         cos_BGRN = unit_BGNd[:, :, i_R] @ unit_BGNd.transpose(2, 3)
         is_pair_BRN = live_BN[:, i_R, None] & live_BN[:, None] & (i_R[:, None] != n_N)
         cos_BGRN = cos_BGRN.masked_fill(~is_pair_BRN[:, None], 0)
-        # the last duplicate of each key i; -1, which is no key, without any
+        # the last duplicate of each key i; -1 without any
         newest_BGR1 = torch.where(cos_BGRN > DUPLICATE, n_N, -1).amax(-1, keepdim=True)
         if zero_first:
             newest_BGR1 = newest_BGR1.clamp(min=0)

@@ -9,11 +9,7 @@ A KV head's score of a key, over the n cached keys and the last A = `window` que
 
 The last A keys always stay. Ties go to the older key.
 
-This file scores a layer at a time in plain torch; on CUDA `kernels.kv_eviction` scores all layers at
-once.
-
-Legend: L layers, B rows, S slots, A queries of the window, H query heads, G key-value heads, d head
-size, N keys of the longest row, K keys that stay.
+Legend: `kv`; A queries of the window.
 """
 
 from __future__ import annotations
@@ -36,13 +32,13 @@ from lowroll.kv.policy.logits import MOST_SCORED, grouped_logits
 from lowroll.kv.policy.table import KERNEL, WINDOW
 from lowroll.model.spec import ModelSpec
 
-SCORES = 6  # numbers of a key, layer and head passed between the kernels
+SCORES = 6  # numbers of a key and head between kernels
 
 
 @dataclass(frozen=True)
 class SnapKV(Bounded):
-    """The SnapKV policy. window: last queries, which score and whose own keys stay; kernel: keys,
-    an odd number, over which a score spreads."""
+    """The SnapKV policy. window: last queries, whose own keys stay; kernel: an odd number of keys
+    over which a score spreads."""
 
     name = "snapkv"
     window: int = WINDOW.default
@@ -56,15 +52,11 @@ class SnapKV(Bounded):
         return num_slots(max_batch) * self.window * token
 
     def scores(self, q_BAHd: Tensor, k_BGNd: Tensor, lengths_B: Tensor) -> Tensor:
-        """Return scores [B, G, N], float32; only keys 0..length - window - 1 are read.
-
-        q_BAHd: the last queries, in any order; k_BGNd: keys, of which a row has `lengths_B`.
-        """
+        """Return scores [B, G, N], float32, of which keys 0..length - window - 1 are read."""
         return importance(q_BAHd, k_BGNd, lengths_B, self.kernel)
 
     def paged_scores(self, ring_LSAHd: Tensor, cache: KVCache, rows: DecodeRows) -> Tensor:
-        """Return the scores of all layers, [L, B, G, N], by kernels. ring_LSAHd: queries by
-        slot."""
+        """Return the scores of all layers, [L, B, G, N]. ring_LSAHd: queries by slot."""
         keys, table_BP = cache.key_pages(rows.table_BP)
         lengths_B = rows.lengths_B
         important_LBGN = score.importance(ring_LSAHd, keys, rows.slots_B, table_BP, lengths_B)
@@ -73,8 +65,7 @@ class SnapKV(Bounded):
 
 class AttentionSelector(Selector):
     """The selector of SnapKV and R-KV. ring_LSAHd holds the queries of a slot's last A tokens, by
-    position modulo A. When it is read, all belong to one sample: a compacted cache has more than A
-    tokens."""
+    position modulo A: of one sample when read, as a compacted cache has more than A tokens."""
 
     watches = True
 
@@ -136,10 +127,8 @@ def _portions(rows: DecodeRows, each: int) -> Iterator[DecodeRows]:
 
 
 def importance(q_BAHd: Tensor, k_BGNd: Tensor, lengths_B: Tensor, kernel: int) -> Tensor:
-    """Return how much the last A queries, in any order, attend to each earlier key, spread over
-    `kernel` keys: float32 [B, G, N]. Meaningless from key length - A on.
-
-    Source: R-KV's code, `SnapKV` and `R1KV`.
+    """Return how much the last A queries attend to each earlier key, spread over `kernel` keys:
+    float32 [B, G, N], meaningless from key length - A on. Source: R-KV's code, `SnapKV` and `R1KV`.
     """
     logits_BGAN = grouped_logits(q_BAHd, k_BGNd).amax(2)
     n_N = torch.arange(k_BGNd.shape[2], device=k_BGNd.device)

@@ -1,5 +1,6 @@
 """StreamingLLM (arXiv 2309.17453): the first keys, which attention leans on, and the last ones, the
-same in all layers and heads. Stateless."""
+same in all layers and heads.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from lowroll.model.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Streaming(Bounded):
-    """The StreamingLLM policy. sinks: first keys of the sequence, which always stay."""
+    """The StreamingLLM policy. sinks: first keys, which always stay."""
 
     name = "streaming"
     sinks: int = SINKS.default

@@ -1,8 +1,4 @@
-"""The table of cache policies, importable without torch.
-
-A policy is one file of this folder and one row, which has its options with their defaults and
-bounds. The configuration and `make` check against it.
-"""
+"""The table of cache policies, importable without torch. A policy is one file and one row."""
 
 from __future__ import annotations
 
@@ -79,7 +75,7 @@ POLICIES: dict[str, CachePolicyRow] = {
     "streaming": CachePolicyRow(
         "lowroll.kv.policy.streaming:Streaming", {**BOUNDED, "sinks": SINKS}
     ),
-    # half of its budget is for the last keys, half for the best scores
+    # half of its budget is for the last keys
     "h2o": CachePolicyRow("lowroll.kv.policy.h2o:H2O", {**BOUNDED, "budget": Option(512, least=2)}),
     "snapkv": CachePolicyRow("lowroll.kv.policy.snapkv:SnapKV", SCORED),
     "rkv": CachePolicyRow(
@@ -89,8 +85,7 @@ POLICIES: dict[str, CachePolicyRow] = {
 
 
 def make(name: str, **options: Any) -> CachePolicy:
-    """Return a policy by name, with defaults for missing options. ValueError names the wrong
-    option."""
+    """Return a policy by name, with defaults. ValueError names the wrong option."""
     check(name, options)
     policy: CachePolicy = resolve_name(POLICIES[name].home)(**filled(name, options))
     return policy

@@ -1,2 +1,3 @@
-"""The model families. A family is one file that says how its config.json is read and what its
-tensors are called, and one row of `table.FAMILIES`."""
+"""The model families. A family is one file, which reads its config.json, and one row of
+`table.FAMILIES`.
+"""

@@ -1,8 +1,4 @@
-"""What a family may say of its models: norms, positions, windows, and the family's description.
-
-A decoder is described by flags and sizes; what is left out of them is as in Llama. Positions are
-rotated by `Rope`s; each layer has one of the model's, or none, and may have a window.
-"""
+"""Descriptions of model families. The defaults are Llama's."""
 
 from __future__ import annotations
 
@@ -13,8 +9,8 @@ from typing import Any, NamedTuple
 
 from lowroll.model.config_values import flag, integer, layer_list, positive
 
-Values = Mapping[str, Any]  # the attributes of transformers' configuration
-# a block's norms: attribute and the name in checkpoints, in the order of files
+Values = Mapping[str, Any]  # attributes of transformers' configuration
+# a block's norms: attribute and name in checkpoints, in their order
 PRE_NORMS = (
     ("input_norm", "input_layernorm"),
     ("post_attention_norm", "post_attention_layernorm"),
@@ -24,12 +20,9 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """A change of the frequencies for contexts longer than those of pretraining.
-
-    kind: `linear`, `llama3` or `yarn`. low and high: llama3's frequency factors, YaRN's
-    `beta_slow` and `beta_fast`. magnitude: what cos and sin are multiplied by. truncate: whether
-    YaRN's borders are whole pairs.
-    """
+    """A change of the frequencies for long contexts. kind: `linear`, `llama3` or `yarn`. low and
+    high: llama3's frequency factors, YaRN's `beta_slow` and `beta_fast`. magnitude: factor of cos
+    and sin. truncate: YaRN's borders are whole pairs."""
 
     kind: str
     factor: float
@@ -42,8 +35,8 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions: the base, how many numbers of a head are rotated, and whether pairs are
-    neighbours (2i, 2i + 1) in place of halves (i, i + dims / 2)."""
+    """Rotary positions. theta: the base. dims: rotated numbers of a head. interleaved: pairs are
+    neighbours (2i, 2i + 1), not halves (i, i + dims / 2)."""
 
     theta: float
     dims: int
@@ -53,19 +46,18 @@ class Rope:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What differs between layers. rope: an index into the spec's `ropes`, None: no positions.
+    """The differences between layers. rope: an index into the spec's `ropes`; None: no positions.
     window: the last keys that a query sees, itself included; 0: all."""
 
     rope: int | None = 0
     window: int = 0
-    mixer: str = "attention"  # or `delta`: a gated delta net, with a state in place of keys
+    mixer: str = "attention"  # or `delta`: a gated delta net
 
 
 @dataclass(frozen=True)
 class DeltaSpec:
     """The sizes of gated delta nets. A key head serves consecutive value heads. taps: of the
-    convolution. grouped: one matrix in checkpoints has q, k, v and z by key head, and another b and
-    a (Qwen3-Next); else they are matrices, q, k and v together (Qwen3.5)."""
+    convolution. grouped: checkpoints group q, k, v and z, and b and a, by key head (Qwen3-Next)."""
 
     key_heads: int
     value_heads: int
@@ -91,14 +83,14 @@ class DeltaSpec:
 
     @property
     def input_parts(self) -> dict[str, int]:
-        """Return the rows of the matrices that make q, k, v and z, by their names in checkpoints."""
+        """Return the rows of the matrices of q, k, v and z, by name."""
         if self.grouped:
             return {"in_proj_qkvz": self.channels + self.values}
         return {"in_proj_qkv": self.channels, "in_proj_z": self.values}
 
     @property
     def rate_parts(self) -> dict[str, int]:
-        """Return the rows of the matrices that make b and a."""
+        """Return the rows of the matrices of b and a."""
         if self.grouped:
             return {"in_proj_ba": 2 * self.value_heads}
         return {"in_proj_b": self.value_heads, "in_proj_a": self.value_heads}
@@ -111,9 +103,8 @@ class DeltaSpec:
 
 @dataclass(frozen=True)
 class LatentSpec:
-    """The sizes of multi-head latent attention. query_rank, kv_rank: of the latents that queries,
-    and keys and values, are made of; query_rank 0: queries are made directly. A head of q and k has
-    nope_dim numbers without positions, then rope_dim rotated ones; one of v has value_dim."""
+    """The sizes of multi-head latent attention. query_rank, kv_rank: of the latents; query_rank 0:
+    queries have none. A head of q and k has nope_dim numbers, then rope_dim rotated ones."""
 
     query_rank: int
     kv_rank: int
@@ -126,8 +117,8 @@ class LatentSpec:
         return self.nope_dim + self.rope_dim
 
     def matrices(self, heads: int, hidden_size: int) -> dict[str, tuple[dict[str, int], int]]:
-        """Return (the rows of the stacked matrices by their names in checkpoints, the in features)
-        of each linear layer, in the order of files."""
+        """Return (rows of the stacked matrices by name in checkpoints, in features) of each linear
+        layer."""
         queries, latents = heads * self.head_dim, self.kv_rank + self.rope_dim
         low_rank = {"q_a_proj": self.query_rank} if self.query_rank else {"q_proj": queries}
         q_b = {"q_b": ({"q_b_proj": queries}, self.query_rank)} if self.query_rank else {}
@@ -150,7 +141,7 @@ class LatentSpec:
 
 
 class ClampedGate(NamedTuple):
-    """The constants of a SwiGLU whose inputs are clamped (`kernels.fused.swiglu.clamped_swiglu`)."""
+    """The constants of `kernels.fused.swiglu.clamped_swiglu`."""
 
     limit: float
     alpha: float
@@ -158,9 +149,8 @@ class ClampedGate(NamedTuple):
 
 @dataclass(frozen=True)
 class SigmoidScores:
-    """A router whose experts do not compete: their scores are sigmoids, and a correction of each
-    expert is added for the choice alone. Of the experts in `groups` equal groups, those of the
-    `groups_kept` best can be chosen. scale: of the weights of the chosen."""
+    """A router with sigmoid scores. A correction of each expert is added for the choice alone.
+    Experts are chosen from the `groups_kept` best groups. scale: of the chosen weights."""
 
     groups: int = 1
     groups_kept: int = 1
@@ -169,13 +159,12 @@ class SigmoidScores:
 
 @dataclass(frozen=True)
 class MixtureSpec:
-    """The experts that replace the dense MLP of layers. Without experts `num_experts` is 0.
+    """The experts that replace the dense MLP, if any.
 
-    dense_layers: the first layers, which have a dense MLP all the same. expert_size: the
-    intermediate size of one expert. shared_size: that of an expert that takes every token, 0 without;
-    shared_gate: it has a gate. renormalize: a token's weights sum to 1. scores: of routers; None: a
-    softmax over all experts. has_biases: of the router and of all matrices of experts. clamped_gate:
-    None for plain SwiGLU. stacked: saved folders hold a layer's experts as one tensor
+    dense_layers: the first layers, which keep a dense MLP. expert_size: intermediate size.
+    shared_size: that of an expert that takes every token, 0 without. renormalize: a token's weights
+    sum to 1. scores: None: a softmax over all experts. has_biases: of the router and all experts.
+    clamped_gate: None for plain SwiGLU. stacked: saved folders hold a layer's experts as one tensor
     (`model.stacked`).
     """
 
@@ -207,14 +196,11 @@ class MixtureSpec:
 class Family:
     """A row of the table of families.
 
-    model_type, architecture: as config.json has them; transformers' class of the type parses it.
-    describe: returns the fields of `ModelSpec` that differ from a Llama's, given the parsed
-    configuration; its ValueErrors name keys. keys: what the family reads beside the common keys.
-    activation_key, activation: where the MLP's activation stands, and the one that is supported.
-    inside: model type and architecture of a model of images and text whose `text_config` it is,
-    with its tensors at `model.language_model`. lacks: required keys that it does not have.
-    brings_code: its published folders name code of their own, from before transformers had the
-    family, in place of which transformers' computation is that of this package.
+    model_type, architecture: as in config.json. describe: returns the fields of `ModelSpec` that
+    differ from Llama's. keys: read beside the common ones. activation_key, activation: the key of
+    the MLP's activation, and the supported one. inside: model type and architecture of a model of
+    images and text with this `text_config`. lacks: required keys that it does not have.
+    brings_code: transformers' computation replaces the code of published folders.
     """
 
     model_type: str
@@ -240,7 +226,7 @@ def rope_of(
     values: Values, rope: Values | None = None, partial: bool = False, interleaved: bool = False
 ) -> Rope:
     """Return the rotary positions of `rope_parameters`, or those given. partial: heads may be
-    rotated in part. interleaved: as in `Rope`. ValueError for a rope_type that is not supported."""
+    rotated in part. ValueError for an unsupported rope_type."""
     rope = values["rope_parameters"] if rope is None else rope
     if not isinstance(rope, Mapping) or "rope_type" not in rope:
         raise ValueError(
@@ -283,7 +269,7 @@ def _scaling(values: Values, rope: Values) -> RopeScaling | None:
 
 
 def yarn_magnitude(scale: float, weight: float = 1.0) -> float:
-    """Return YaRN's factor of cos and sin for contexts `scale` times as long."""
+    """Return YaRN's factor of cos and sin for `scale` times the context."""
     return 1.0 if scale <= 1 else 0.1 * weight * log(scale) + 1.0
 
 
@@ -319,8 +305,7 @@ def ropes_by_type(values: Values) -> tuple[Rope, Rope]:
 
 
 def windowed(values: Values, sliding: list[bool]) -> tuple[LayerSpec, ...]:
-    """Return layers of which some have the configuration's `sliding_window`. A window as long as
-    the context is none."""
+    """Return layers, some with `sliding_window`, unless it spans the context."""
     if not any(sliding):
         return ()
     window = integer(values, "sliding_window")
@@ -330,8 +315,7 @@ def windowed(values: Values, sliding: list[bool]) -> tuple[LayerSpec, ...]:
 
 
 def sliding_ropes(values: Values) -> dict[str, Any]:
-    """Return the layers of a family with windows and positions of their own in some, with both
-    kinds of positions: those of full layers are the first."""
+    """Return the layers and the positions: of full layers, then of sliding ones."""
     sliding = sliding_layers(values)
     windows = windowed(values, sliding) or (LayerSpec(),) * len(sliding)
     return {

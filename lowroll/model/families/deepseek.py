@@ -1,7 +1,5 @@
-"""DeepSeek-V2 and V3, GLM-4.7-Flash (`glm4_moe_lite`): multi-head latent attention, and a mixture of
-experts behind some dense layers, with experts that take every token. Moonlight and R1 are `deepseek_v3`.
-
-The layers that published folders have behind the last one draft tokens, and are not read.
+"""DeepSeek-V2 and V3, GLM-4.7-Flash (`glm4_moe_lite`): multi-head latent attention, and a mixture
+as in GLM-4.5 (`families.glm`). Moonlight and R1 are `deepseek_v3`.
 """
 
 from __future__ import annotations
@@ -98,7 +96,7 @@ def _latent(values: Values, interleaved: bool) -> dict[str, Any]:
 
 
 def _query_scale(rope: Values) -> float:
-    """Return what scores are multiplied by beside 1 / sqrt(head_dim), as transformers reads it."""
+    """Return the factor of scores beside 1 / sqrt(head_dim), as transformers."""
     if rope["rope_type"] == "default" or not rope.get("mscale_all_dim"):
         return 1.0
     weight = positive(rope, "mscale_all_dim")

@@ -1,8 +1,8 @@
-"""GLM-4, dense: half of a head is rotated, in pairs of neighbours, and gate and up are one matrix in
-checkpoints. GLM-4-0414 (`glm4`) has norms on both sides of attention and MLP.
+"""GLM-4, dense: half of a head is rotated, in pairs of neighbours, and gate and up are one matrix
+in checkpoints. GLM-4-0414 (`glm4`) has norms on both sides of attention and MLP.
 
 GLM-4.5 (`glm4_moe`) is a mixture of experts behind some dense layers, with experts that take every
-token. The layers that published folders have behind the last one draft tokens, and are not read.
+token.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def corrected_mixture(values: Values) -> MixtureSpec:
 
 
 def shared_mixture(values: Values) -> MixtureSpec:
-    """Return a mixture behind dense layers, with experts that take every token."""
+    """Return the mixture of GLM-4.5, without its scores."""
     mixture = experts(values)
     layers = integer(values, "num_hidden_layers")
     dense = count(values, "first_k_dense_replace")
@@ -72,7 +72,7 @@ def shared_mixture(values: Values) -> MixtureSpec:
 
 
 def layers_of_drafts(values: Values) -> tuple[str, ...]:
-    """Return the prefixes of the tensors of layers that draft tokens, behind the last one."""
+    """Return the prefixes of the tensors of layers that draft tokens, which are not read."""
     layers = integer(values, "num_hidden_layers")
     drafts = count(values, "num_nextn_predict_layers", 0)
     if drafts > layers:
@@ -83,7 +83,6 @@ def layers_of_drafts(values: Values) -> tuple[str, ...]:
 def _scores(values: Values, num_experts: int, choices: int) -> SigmoidScores:
     """Return the scores of the router. A group's score is the sum of its two best experts'."""
     groups, kept = integer(values, "n_group"), integer(values, "topk_group")
-    # two experts a group at least, for the group's score
     if num_experts % groups or num_experts < 2 * groups:
         raise ValueError(f"n_group: {num_experts} experts do not make {groups} groups of 2 or more")
     if kept > groups:

@@ -1,5 +1,6 @@
-"""GPT-OSS: windows in every other layer, attention sinks, biases everywhere, and experts whose SwiGLU
-is clamped; checkpoints hold a layer's experts in one tensor each, in bfloat16 or MXFP4."""
+"""GPT-OSS: windows in every other layer, attention sinks, biases everywhere, and experts whose
+SwiGLU is clamped, stored as one tensor each in bfloat16 or MXFP4.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from lowroll.model.config_values import positive
 from lowroll.model.families.base import ClampedGate, Values, biases, sliding_layers, windowed
 from lowroll.model.families.llama import experts
 
-KEYS = ("swiglu_alpha", "swiglu_limit")  # older transformers has these as constants, and no keys
+KEYS = ("swiglu_alpha", "swiglu_limit")  # older transformers has these as constants
 
 
 def gpt_oss(values: Values) -> dict[str, Any]:
-    # the softmax is over the chosen experts alone, which is that over all, normalized
+    # the softmax over the chosen experts is that over all, normalized
     mixture = experts({**values, "moe_intermediate_size": values["intermediate_size"]})
     return {
         **biases(values),

@@ -1,5 +1,6 @@
 """OLMo 2 and 3: norms after attention and MLP alone, and one norm over all heads of q, and of k.
-OLMo 3 has windows in three of four layers, and scales positions in the others alone."""
+OLMo 3 has windows in three of four layers, and scales positions in the others alone.
+"""
 
 from __future__ import annotations
 

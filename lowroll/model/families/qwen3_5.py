@@ -1,6 +1,7 @@
-"""Qwen3-Next and Qwen3.5, text: three of four layers are gated delta nets, the others attention
-whose output has a gate; a quarter of each head is rotated, norms multiply by 1 + w, and mixtures have
-an expert that takes every token."""
+"""Qwen3-Next and Qwen3.5, text: three of four layers are gated delta nets, the others gated
+attention; a quarter of each head is rotated, norms multiply by 1 + w, and mixtures have an expert
+that takes every token.
+"""
 
 from __future__ import annotations
 
