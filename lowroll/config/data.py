@@ -1,5 +1,5 @@
-"""The sections of prompts and of their rewards: `env:`, `data:`, `eval:`, `score:`, `filters:`, `buffer:` and
-`advantage_function:`.
+"""The sections of prompts and rewards: `env:`, `data:`, `eval:`, `score:`, `filters:`, `buffer:`
+and `advantage_function:`.
 
 `data:`, `reward_funcs:`, `reward_weights:` are the short form of an environment whose id is `data`.
 """
@@ -32,13 +32,11 @@ from lowroll.config.section import (
 )
 from lowroll.types import TEMPERATURES
 
-ENDLESS = 64  # examples of an endless split, where all are requested
+ENDLESS = 64  # examples of an endless split when all are requested
 
 
 class EnvConfig(Section):
-    """One environment. `name` labels its metrics (default: its id, without the folders of an
-    absolute path); `weight` is its share of the prompts. `pass_env` names environment variables
-    that the scoring workers see."""
+    """One environment. Its default name omits the folders of an absolute path."""
 
     id: Text  # one of lowroll's, path/to/file.py, or reasoning-gym/<generator>
     name: Text | None = None  # label of its metrics; null: its id
@@ -81,11 +79,11 @@ def _greedy_or_drawn(value: float) -> float:
 
 
 class EvalConfig(Section):
-    """Evaluation on the test split every `interval` steps, before the first and after the last one
-    (null: only on request). `env` null: the training ones.
+    """Evaluation on the test split before the first step, every `interval` steps and after the
+    last. `env` null: the training ones.
 
-    It has its own sampler: of `rollout` it only uses max_tokens and the stop strings. Before the
-    first and after the last step the same prompts are also drawn as rollouts.
+    Of `rollout` it uses only max_tokens and the stop strings. Before the first and after the last
+    step the same prompts are also drawn as rollouts.
     """
 
     interval: Count | None = None  # steps between two; null: only on request
@@ -108,7 +106,7 @@ class EvalConfig(Section):
         return "all" if self.num_examples is None else f"at most {self.num_examples:,}"
 
     def count(self, size: int | None) -> int:
-        """Return the number of examples of a split of `size` tasks; None: an endless one."""
+        """Return the number of examples of a split of `size` tasks; None is endless."""
         if self.num_examples is None:
             return ENDLESS if size is None else size
         return self.num_examples if size is None else min(self.num_examples, size)
@@ -120,8 +118,8 @@ def named(env: EnvConfig) -> EnvConfig:
 
 
 def default_name(env: EnvConfig) -> str:
-    """Return the environment's name, else its id. Of an absolute path only the last part, since
-    metrics are named by it."""
+    """Return the environment's name, else its id; of an absolute path only the last part, because
+    metrics use it."""
     if env.name:
         return env.name
     path = PurePath(env.id)
@@ -129,7 +127,7 @@ def default_name(env: EnvConfig) -> str:
 
 
 def env_problems(env: tuple[EnvConfig, ...], held_out: EvalConfig) -> Iterator[Problem]:
-    """Yield two environments of one name."""
+    """Yield environments with the same name."""
     env_sections: tuple[tuple[Path, tuple[EnvConfig, ...]], ...] = (
         (("env",), env),
         (("eval", "env"), held_out.env or ()),
@@ -187,8 +185,7 @@ RewardWeights = Annotated[
 
 
 class ScoreConfig(Section):
-    """The scoring workers. `time_limit` in seconds a response; more than `max_error_rate` failures
-    stop the run, once there are 50 scores."""
+    """The scoring workers."""
 
     workers: Count = 2  # scoring processes
     time_limit: Positive = 10.0  # seconds a response
@@ -198,8 +195,8 @@ class ScoreConfig(Section):
 
 
 class FilterConfig(Section):
-    """Flags degenerate rollouts in the metrics; `enforce` also removes them from the loss (their
-    reward stays)."""
+    """A flag on degenerate rollouts in the metrics; `enforce` also removes them from the loss,
+    while their reward stays."""
 
     type: Literal["gibberish", "repetition"]  # what is flagged: rare tokens, or a loop
     enforce: bool = False  # remove flagged rollouts from the loss
@@ -215,8 +212,8 @@ Reward = Annotated[float, Field(allow_inf_nan=False)]
 
 class BufferConfig(Section):
     """Pools by difficulty. A prompt whose group has a mean reward of `easy_threshold` or more goes
-    to the easy pool, one of `hard_threshold` or less to the hard pool, and neither is drawn again;
-    the fractions return when a run is resumed."""
+    to the easy pool, one of `hard_threshold` or less to the hard pool, and neither is drawn again
+    until a resumed run returns the fractions."""
 
     seed: Seed | None = None  # for what returns to the normal pool; null: the run's
     # groups whose rewards are all 0 or all 1 are drawn again

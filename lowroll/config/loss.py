@@ -1,7 +1,6 @@
-"""The `loss:` section: the policy objective, with a section for each correction that has its own
-options.
+"""The `loss:` section, with a subsection for each correction that has its own options.
 
-Shared options have their defaults in `lowroll.objectives.table`; a section's are those of the
+Defaults of shared options are in `lowroll.objectives.table`; a subsection's equal those of its
 function in `lowroll.objectives`, which a test checks.
 """
 
@@ -118,7 +117,7 @@ def own_sections() -> list[str]:
 
 
 def without_dual_clip(algorithm: str, correction: str) -> str:
-    """Return the name of what has no dual clip, or ""."""
+    """Return the correction or algorithm without a dual clip, or ""."""
     rows_by_name = {correction: CORRECTIONS[correction], algorithm: ALGORITHMS[algorithm]}
     return next((name for name, row in rows_by_name.items() if "dual_clip" not in row.options), "")
 

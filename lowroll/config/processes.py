@@ -1,6 +1,5 @@
-"""The sections of a run with separate processes for engine, orchestrator and trainer, and of its
-asynchrony. A run in one process has level 0 and uses none of them.
-"""
+"""The sections of a run with separate processes, and of its asynchrony. A run in one process uses
+none of them."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from lowroll.config.vllm import Url
 
 Launcher = Literal["none", "local", "ray"]
 Port = Annotated[int, Field(ge=1, le=65535)]
-FreePort = Annotated[int, Field(ge=0, le=65535)]  # 0: one that is free
+FreePort = Annotated[int, Field(ge=0, le=65535)]  # 0: a free one
 
 
 class AsynchronyConfig(Section):

@@ -1,15 +1,14 @@
-"""The `rollout:` section, with those inside it, and `noise:`: the engine, its weights, cache and
-sampler.
+"""The sections `rollout:` and `noise:`.
 
     rollout.weights: int8
-    rollout.weights: stored               the codes that the folder of the model holds, one format or several
+    rollout.weights: stored               the codes in the model's folder
     rollout.weights: {max_kl: 0.02}       a budget, under which each layer gets a format
-    rollout.weights: max_kl=0.02          the same in one word, as on the command line
+    rollout.weights: max_kl=0.02          the same for the command line
     rollout.kv: {policy: rkv, budget: 512, buffer: 128}
     rollout.kv: {dtype: fp8}
 
-A budget is kept as its text (`quant.budget`). Other keys of `rollout.kv` are the policy's options,
-of `lowroll.kv.policy.table`.
+A budget is kept as text (`quant.budget`). Other keys of `rollout.kv` are the policy's options
+(`lowroll.kv.policy.table`).
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ from lowroll.types import nearest
 
 
 class WeightBudget(Section):
-    """The limits on the linear weights of the rollouts; each layer gets a format."""
+    """Limits on the rollouts' linear weights; each layer gets a format."""
 
-    max_kl: NotNegative | None = None  # of the dense model to them, in nats a token, measured
-    max_bits: Positive | None = None  # a weight, with scales; the mean over the linear layers
+    max_kl: NotNegative | None = None  # KL of the dense model to them, nats a token, measured
+    max_bits: Positive | None = None  # mean bits a weight over the linear layers, with scales
     max_bytes: Count | None = None  # of all linear layers, with scales
-    # that layers may have, the smallest that a layer can hold first; null: 4, 8 and 16 bits
+    # allowed formats, the smallest valid one first; null: 4, 8 and 16 bits
     formats: Annotated[tuple[str, ...], Strict(False), Field(min_length=1)] | None = None
 
     @property
@@ -67,7 +66,7 @@ class WeightBudget(Section):
 
 
 class FormatOrBudget:
-    """A validator of a format's name or a budget, kept as text."""
+    """A validator that keeps a format's name or a budget as text."""
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
@@ -126,7 +125,7 @@ class KvConfig(Section):
 
     @property
     def kv_dtype(self) -> str | None:
-        """`dtype` for an engine and a `BehaviorTag`: None is the engine's own."""
+        """Return `dtype` for an engine and a `BehaviorTag`; None is the engine's own."""
         return None if self.dtype == "auto" else self.dtype
 
     @property
@@ -135,16 +134,14 @@ class KvConfig(Section):
 
     @property
     def evicts(self) -> bool:
-        """Return whether a rollout's cache may evict keys."""
         return self.policy != "dense"
 
     def resolved(self) -> KvConfig:
-        """Return a copy with the policy's defaults filled in."""
         return KvConfig(policy=self.policy, dtype=self.dtype, **filled(self.policy, self.options))
 
     def another(self, name: str) -> KvConfig:
-        """Return the cache of a name of `lowroll eval --kv`, with those options of this one that
-        its policy has. ValueError lists the names."""
+        """Return the cache of a `lowroll eval --kv` name, with those of this one's options that its
+        policy has. ValueError lists the names."""
         name_parts = name.split("+")
         policy = name_parts[0] if name_parts[0] in POLICIES else "dense"
         dtype: Dtype = "fp8" if name_parts[-1] == "fp8" else "auto"
@@ -161,7 +158,7 @@ class KvConfig(Section):
 
 
 def kv_problems(kv: KvConfig | None) -> Iterator[Problem]:
-    """Yield options that the policy lacks, or invalid values."""
+    """Yield unknown options of the policy and invalid values."""
     if kv is None:
         return
     policy_options = POLICIES[kv.policy].options
@@ -242,7 +239,6 @@ class RolloutConfig(Section):
 
     @property
     def cache(self) -> KvConfig:
-        """`kv`, or the dense cache for null."""
         return self.kv or KvConfig()
 
     def with_kv(self, kv: KvConfig | None) -> RolloutConfig:
@@ -265,7 +261,7 @@ class NoiseConfig(Section):
 
 
 def noise_problems(noise: NoiseConfig | None) -> Iterator[Problem]:
-    """Yield the problem of a schedule with an invalid start or end."""
+    """Yield an exponential schedule that starts or ends at 0."""
     if (
         noise is not None
         and noise.schedule == "exponential"

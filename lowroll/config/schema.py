@@ -1,4 +1,4 @@
-"""The tree of a run's settings, read as `cfg.rollout.max_tokens`, and its derived properties."""
+"""The tree of a run's settings and its derived properties."""
 
 from __future__ import annotations
 
@@ -117,13 +117,13 @@ class RunSettings(Section):
 
     @property
     def samples_dynamically(self) -> bool:
-        """Return whether groups whose rewards are all equal are drawn again."""
         setting = self.dapo.dynamic_sampling
         return ALGORITHMS[self.algorithm].dynamic_sampling if setting is None else setting
 
     @property
     def is_sharded(self) -> bool:
-        """Return whether each rank holds a shard of the learner; by default where all weights learn."""
+        """Return whether each rank holds a shard of the learner; by default where all weights
+        learn."""
         setting = self.train.sharding
         return self.train.gpus > 1 and (
             setting == "full" or (setting == "auto" and not self.train.lora)
@@ -131,21 +131,21 @@ class RunSettings(Section):
 
     @property
     def forward(self) -> str:
-        """The learner's forward; with exact rollouts it multiplies as they do."""
+        """Return the learner's forward; with exact rollouts it multiplies as they do."""
         if not self.rollout.exact:
             return self.train.forward
         return "dense" if is_dense(self.rollout.weights) else "aligned"
 
     @property
     def forward_weights(self) -> str | None:
-        """The format of the learner's forward; None: its own weights."""
+        """Return the format of the learner's forward; None: its own weights."""
         forward = self.forward
         if forward == "dense":
             return None
         return self.rollout.weights if forward == "aligned" else forward
 
     def at(self, step: int) -> Self:
-        """Return the settings of a step (counted from 1), overlaid with those of the begun stages."""
+        """Return the settings of a step (counted from 1)."""
         cfg = self
         for stage in self.stages:
             cfg = cfg.entering(stage) if stage.step <= step else cfg
@@ -156,7 +156,6 @@ class RunSettings(Section):
         return [self, *(self.at(stage.step) for stage in self.stages)]
 
     def entering(self, stage: StageConfig) -> Self:
-        """Return the settings with a stage's changes."""
         updates: dict[str, Any] = {}
         for section, values in stage.changes().items():
             updates |= (

@@ -1,7 +1,4 @@
-"""The sections of the learner: `train:` and its `critic:`, `dapo:`, `stages:`, `guard:`, `ckpt:`
-and `sft:`.
-
-"""
+"""The learner's sections: `train:`, `critic:`, `dapo:`, `stages:`, `guard:`, `ckpt:` and `sft:`."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ LORA_TARGETS = (
 )
 Recomputed = bool | Annotated[float, Field(ge=0, le=1)] | None
 
-# of the learner's passes on a large device
+# defaults of a large device
 SIZES: dict[str, int] = {
     "tokens_per_microbatch": 8192,
     "activation_checkpointing": False,
@@ -101,23 +98,22 @@ class TrainConfig(Section):
 
     @property
     def longest(self) -> int:
-        """The tokens that a prompt and its response must fit in. Automatic sizes do not change it,
+        """The limit on the tokens of a prompt and its response. Automatic sizes do not change it,
         since a longer sample has its own pass."""
         return self._longest or self.together
 
     @property
     def together(self) -> int:
-        """The packed tokens of a forward pass."""
         return self.tokens_per_microbatch or SIZES["tokens_per_microbatch"]
 
     def keeping_longest(self, other: TrainConfig) -> Self:
-        """Return a copy that accepts samples as long as another section does."""
+        """Return a copy with another section's `longest`."""
         copy = self.model_copy()
         copy._longest = other.longest
         return copy
 
     def sized(self) -> Self:
-        """Return a copy whose open sizes are those of a large device."""
+        """Return a copy whose null sizes are those of a large device."""
         return self.model_copy(
             update={key: size for key, size in SIZES.items() if getattr(self, key) is None}
         )
@@ -152,11 +148,11 @@ class CriticConfig(Section):
 class GuardConfig(Section):
     """Alarms on the mismatch (null: off), and their action after `patience` steps in a row.
 
-    Defaults: verl's guide wants an effective sample size above 0.3; QuRL (Fig. 3) saw the KL of its
-    rollouts grow twelvefold, from 0.002 to 0.025, and single weights of 1e5 before a collapse.
-    Growth misses a run that starts too far away, so `kl_above` is a level between int8's 0.05 nats
-    and nvfp4's 0.33 (SmolLM2-135M, docs/results.md). A truncated sampler and noise are far away by
-    design, and have no level.
+    Defaults: verl's guide wants an effective sample size above 0.3. QuRL (Fig. 3) saw the KL of its
+    rollouts grow from 0.002 to 0.025, and single weights of 1e5 before a collapse. Growth misses a
+    run that starts too far away, so `kl_above` lies between int8's 0.05 nats and nvfp4's 0.33
+    (SmolLM2-135M, docs/results.md); it does not apply to truncated samplers and noise, which are
+    far away by design.
     """
 
     # a warning, tighter bounds, or wider rollouts
@@ -174,8 +170,7 @@ class GuardConfig(Section):
 
 
 class CkptConfig(Section):
-    """A checkpoint every `interval` steps; the newest `keep_last` stay (null: all), as does every
-    `keep_interval`th."""
+    """A checkpoint every `interval` steps."""
 
     interval: Count = 50  # steps between two
     keep_last: Count | None = 3  # the newest that stay; null: all
@@ -191,8 +186,7 @@ class CkptConfig(Section):
 
 
 class SftConfig(Section):
-    """`lowroll sft`: supervised warm start. Other settings (LoRA, decay, packing, ...) are
-    `train`'s."""
+    """`lowroll sft`: supervised warm start. Other settings are `train`'s."""
 
     data: Text | None = None  # a JSONL of {"messages": [...]}; null: env demonstrations
     num_examples: Count = 4096  # demonstrations drawn from the environments
@@ -205,7 +199,7 @@ class SftConfig(Section):
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
-# sections of a stage's keys in the run's settings
+# paths of a stage's keys in the run's settings
 KEYS: dict[str, tuple[str, ...]] = {
     "max_tokens": ("rollout", "max_tokens"),
     "batch_size": ("batch_size",),
@@ -218,7 +212,7 @@ KEYS: dict[str, tuple[str, ...]] = {
 class StageConfig(Section):
     """A later stage, from `step` on. null: as in the stage before.
 
-    The run's own keys are its first stage. DeepScaleR lengthens responses so, from 8k to 24k tokens.
+    The run's own keys are its first stage. DeepScaleR lengthens responses from 8k to 24k tokens so.
     """
 
     step: Annotated[int, Field(ge=2)]  # the stage's first step; a run's first step is 1
@@ -229,7 +223,7 @@ class StageConfig(Section):
     overlong_cache: Count | None = None  # dapo.overlong_cache
 
     def changes(self) -> dict[str, dict[str, int]]:
-        """Return the new values by their section, "" for the top of the tree."""
+        """Return the new values by section; "" is the top of the tree."""
         values_by_section: dict[str, dict[str, int]] = {}
         for name, path in KEYS.items():
             value = getattr(self, name)
@@ -240,7 +234,7 @@ class StageConfig(Section):
 
 
 def order_problems(stages: Sequence[StageConfig], overlong_max: int | None) -> Iterator[Problem]:
-    """Yield stages out of order, and a soft length limit that does not grow with the responses."""
+    """Yield stages out of order, and longer responses without a new soft length limit."""
     previous_step = 1
     for i, stage in enumerate(stages):
         stage_path: Path = ("stages", i)
@@ -258,7 +252,7 @@ def order_problems(stages: Sequence[StageConfig], overlong_max: int | None) -> I
 
 
 def blame(index: int, problem: Problem) -> Problem:
-    """Return a problem in a stage, with the stage's own keys first."""
+    """Return a stage's problem with the stage's own keys first."""
     keys, message = problem
     stage_keys: list[Path] = [
         ("stages", index, name) for key in keys for name, path in KEYS.items() if path == key

@@ -1,9 +1,4 @@
-"""One attempt at a run of any kind: its folder, log and steps.
-
-with attempt(cfg, "grpo", resume) as folder:
-    with polite_stop() as stop:
-        run_steps(steps, first, last, every, show, stop)
-"""
+"""One attempt at a run of any kind: its folder, log and steps."""
 
 from __future__ import annotations
 
@@ -34,7 +29,7 @@ from lowroll.runs.stop import StepDropped, Stop, leave_lost_outputs
 
 log = logging.getLogger(__name__)
 
-# The metrics of the last step that the short form of a result shows, if they are recorded.
+# Metrics of the last step in a result's short form.
 _RESULT_METRICS = (
     "reward/mean",
     "sft/loss",
@@ -60,7 +55,7 @@ class RunResult:
 
     @property
     def metrics(self) -> Record:
-        """The record of the last step; {} before the first."""
+        """Return the record of the last step; {} before the first."""
         return self.records[-1] if self.records else {}
 
     @property
@@ -146,9 +141,8 @@ def attempt(
 def run_steps(
     steps: StepRunner, first: int, last: int, every: int, show: Callable[[Record], str], stop: Stop
 ) -> int:
-    """Make the steps `first` to `last`, with a checkpoint every `every` steps, and finish; when a
-    stop is requested, end with a checkpoint. `show` formats a record. Return the stop's signal,
-    else 0.
+    """Make the steps `first` to `last`, with a checkpoint every `every` steps, and finish. A
+    requested stop ends with a checkpoint. Return the stop's signal, else 0.
 
     A step's record precedes its checkpoint, so a process that dies between them repeats the step.
     """

@@ -1,9 +1,8 @@
-"""The checks of `--dry-run`: what would end a run before its first step, found in seconds without
-writing.
+"""The checks of `--dry-run`, which find in seconds what would end a run before its first step.
 
-Environments are made, and a few of their own answers go through a real scoring worker. Of models
-only the configuration, the tokenizer and the headers of the weights are read. All problems are
-collected.
+Nothing is written. Environments are made, and a few of their own answers are scored in a real
+worker. Of models only the configuration, the tokenizer and the headers of the weights are read. All
+problems are collected.
 """
 
 from __future__ import annotations
@@ -47,13 +46,12 @@ from lowroll.trainer.sft import encode_all
 from lowroll.types import Prompt, Score, ScoreError
 
 T = TypeVar("T")
-ANSWERS = 8  # an environment's own answers that are scored
+ANSWERS = 8  # scored for each environment
 
 
 @dataclass
 class Findings:
-    """The results of the checks: lines of the plan, notes that deserve a second look, problems that
-    would end the run."""
+    """The results of the checks: lines of the plan, notes, and problems that would end the run."""
 
     lines: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -110,7 +108,6 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
 
 
 def _place(cfg: RunConfig, found: Findings) -> devices.Placement | None:
-    """Check the run's processes; return where they are."""
     if cfg.launcher == "none":
         found.problems += one_process_problems(cfg)
         found.notes += one_process_notes(cfg)
@@ -123,8 +120,8 @@ def _place(cfg: RunConfig, found: Findings) -> devices.Placement | None:
 
 
 def _with_formats(cfg: RunConfig, found: Findings) -> RunConfig:
-    """Return the settings with the folder's format for `stored`, and 8 bits in place of a budget,
-    whose search needs a run."""
+    """Return the settings with the folder's format for `stored`, and 8 bits for a budget, whose
+    search needs a run."""
     weights = cfg.rollout.weights
     if cfg.launcher != "none" or not (weights == STORED or is_budget(weights)):
         return cfg
@@ -186,7 +183,6 @@ def look_at_sft(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
 
 
 def _learner(cfg: RunConfig, compute: Compute, found: Findings) -> Transformer:
-    """Return the learner's shapes. ValueError for settings that it does not support."""
     models.refuse_adapter("model", cfg.model)
     model = _outline("model", cfg.model, compute, found)
     models.refuse_backward(cfg, compute, model.spec)
@@ -202,7 +198,7 @@ def _learner(cfg: RunConfig, compute: Compute, found: Findings) -> Transformer:
 
 
 def _outline(key: str, source: str, compute: Compute, found: Findings) -> Transformer:
-    """Return a model's shapes, with the headers of local weights checked."""
+    """Return a model's shapes, after a check of local weights' headers."""
     folder = resolve(source, weights=False, key=key)
     if Path(source).expanduser().is_dir():
         spec, _, _ = read_headers(folder)
@@ -236,7 +232,7 @@ def _ask(
         size = env.size("train")
         count = ANSWERS if size is None else min(ANSWERS, size)
         prompts = [env.prompt(index) for index in range(count)]
-    except Exception as error:  # an environment's code may raise anything; continue with the next
+    except Exception as error:  # an environment's code may raise anything
         found.problems.append(
             f"env {env.name!r}: no prompt could be drawn ({type(error).__name__}: {error})"
         )

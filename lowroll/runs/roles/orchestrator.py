@@ -62,13 +62,13 @@ log = logging.getLogger(__name__)
 
 
 class Stopped(Exception):
-    """A signal has requested the end."""
+    """A requested end by a signal."""
 
 
 def orchestrate(cfg: RunConfig) -> int:
     """Make the batches of a run. Return the signal that ended it early, else 0.
 
-    ValueError names what is wrong with settings or run folder, RunFailed a missing role.
+    ValueError names invalid settings or a wrong run folder, RunFailed a missing role.
     """
     cfg = cfg.resolved()
     refuse(cfg)
@@ -130,8 +130,8 @@ class Orchestration:
             FileTokenizer(folder), cfg.rollout.tool_call_parser, cfg.chat_template_kwargs
         )
         environments = RunEnvironments(cfg)
-        self.tokens = paths.tokens()  # a missing one is reported before any wait
-        # not "waiting", which is ready: settings that are refused below end a launch at once
+        self.tokens = paths.tokens()  # before any wait, so that a missing token is reported at once
+        # "meeting", not "waiting", which is ready: refused settings below then end a launch at once
         heartbeat.update(phase="meeting", doing="the trainer")
         tell(f"waiting for the trainer in {paths.run} (lowroll train)")
         self._meet_trainer()
@@ -140,7 +140,7 @@ class Orchestration:
         tell(f"waiting for engines: {', '.join(cfg.client.base_url) or 'lowroll serve'}")
         self.pool = stack.enter_context(self._pool(cfg))
         check_engines(trainer_cfg, self.pool)
-        # the engines know how much they cache, whatever the settings say
+        # the engines know their cache size, whatever the settings say
         cache_tokens = self.pool.server.cache_tokens or None
         sized_rollout = cfg.rollout.model_copy(update={"cache_tokens": cache_tokens})
         cfg = cfg.model_copy(update={"rollout": sized_rollout})
@@ -171,11 +171,11 @@ class Orchestration:
         self.initial_state = self.batches.state()
         self.batches.watch(self._phase, lambda text: tell(text))
         self.batches.more = self._pace
-        self._waited_s = 0.0  # for this step's weights, where its batch does not wait
+        self._waited_s = 0.0  # for this step's weights, outside its batch
         self._last_batch_at = time.monotonic()
 
     def alive(self) -> None:
-        """Check in waits for the trainer for a stop and its heartbeat."""
+        """Check for a stop and the trainer's heartbeat."""
         self.check_stop()
         self.trainer.check()
 
@@ -190,13 +190,13 @@ class Orchestration:
         self.check_stop()
 
     def _meet_trainer(self) -> None:
-        """Wait until the trainer has begun or resumed: files may be of an earlier run."""
+        """Wait until the trainer has begun or resumed, because files may be of an earlier run."""
 
         def has_begun() -> bool:
             is_alive = self.trainer.alive  # reads the report
             report = self.trainer.report or {}
             phase = report.get("phase")
-            if phase == "ended":  # it counts where no batch follows, else another trainer starts
+            if phase == "ended":  # counts if no batch follows, else another trainer starts
                 return report.get("step") == self.last or (self.paths.spool / END).exists()
             return is_alive and phase != "starting"
 
@@ -208,7 +208,6 @@ class Orchestration:
         )
 
     def _pool(self, cfg: RunConfig) -> RolloutPool:
-        """Connect to the engines of `client`, else to those registered in the run folder."""
         client, found = cfg.client, cfg.client.elastic
         token, admin_token = self.tokens
         elastic = None
@@ -263,29 +262,29 @@ class Orchestration:
     # -- steps -------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Make all batches, and the last evaluation."""
+        """Make all batches and the last evaluation."""
         while True:
             try:
                 self._make_after(self._go_on())
                 break
-            except FrameGone as gone:  # a damaged checkpoint was replaced by an older one
+            except FrameGone as gone:  # an older checkpoint replaced a damaged one
                 log.warning("%s: what follows the trainer's checkpoint is made again", gone)
         self._commit()
         tell("the trainer has learned from every batch; nothing is left to make")
 
     def _make_after(self, last_made: int) -> None:
-        """Make the batches after the step `last_made`, with the evaluations between them, and wait
+        """Make the batches after step `last_made`, with the evaluations between them, and wait
         until the trainer has committed all. NoSignal ends the channel early."""
         try:
             if (ended := self.channel.spool.ended()) is not None:
-                raise NoSignal(ended)  # recorded before this process was started
+                raise NoSignal(ended)  # recorded by an earlier process
             for step in range(last_made + 1, self.last + 1):
                 self._evaluate_after(step - 1)
                 self.step(step)
         except NoSignal as reason:
             tell(f"no batch follows: {reason}")
             self.channel.end(str(reason))
-        else:  # all steps were made
+        else:
             self._evaluate_after(self.last)
         if unjudged := self.batches.orchestrator.errors.unjudged():
             log.warning(unjudged)
@@ -293,11 +292,10 @@ class Orchestration:
         self.channel.drain(LONGEST_STEP_S)
 
     def step(self, step: int) -> None:
-        """Make the batch of a step once its weights are there."""
         self.heartbeat.update(
             step=step, phase="waiting", doing=f"for the weights of {self.needs(step)}"
         )
-        if step == 1 or self.level == 0:  # otherwise the batches wait for them
+        if step == 1 or self.level == 0:  # other batches wait for them themselves
             began = time.monotonic()
             self.versions.at_least(self.needs(step), step - 1)
             self._waited_s = time.monotonic() - began
@@ -309,7 +307,7 @@ class Orchestration:
         self._commit()
 
     def _pace(self, batch: Batch) -> dict[str, float]:
-        """Return a batch's metrics of the engines, and at level 0 of this role's waits."""
+        """Return the engines' metrics, and at level 0 this role's waits."""
         now = time.monotonic()
         wall_s = max(now - self._last_batch_at, 1e-9)
         self._last_batch_at = now
@@ -330,8 +328,8 @@ class Orchestration:
         return max(0, step - 1 - self.level)
 
     def _go_on(self) -> int:
-        """Restore the state after the newest batch in the spool, or where the trainer cannot go on
-        with it, after the trainer's checkpoint. Return the step."""
+        """Restore the state after the newest batch in the spool, or after the trainer's checkpoint
+        if the trainer cannot continue with that batch. Return the step."""
         cursor = self._cursor()
         spool = self.channel.spool
         newest = spool.newest()
@@ -358,7 +356,7 @@ class Orchestration:
         return checkpoint.step
 
     def _cursor(self) -> Cursor:
-        """Return the cursor of the current trainer, or of one that has ended; wait for it."""
+        """Wait for the cursor of the current trainer, or of one that has ended."""
 
         def has_spoken() -> bool:
             self.trainer.look()
@@ -366,7 +364,7 @@ class Orchestration:
             cursor = self.channel.cursor()
             if cursor is None:
                 return False
-            # an earlier attempt's may be ahead of what the current one has resumed from
+            # an earlier attempt's may be ahead of the current one's checkpoint
             return report.get("phase") == "ended" or cursor.attempt >= report.get("attempt", 0)
 
         wait_until(
@@ -382,7 +380,7 @@ class Orchestration:
     # -- evaluations -------------------------------------------------------------------------------
 
     def _evaluate_after(self, step: int) -> None:
-        """Evaluate after a step if due: at a level above 0 the newest policy by then."""
+        """Evaluate after a step if due; above level 0 with the newest policy by then."""
         if step < 1 or not self.batches.evaluations.due(step) or self._recorded(step):
             return
         self.heartbeat.update(phase="waiting", doing=f"for the weights of {step}, to evaluate them")
@@ -400,7 +398,7 @@ class Orchestration:
 
 
 def _check_reached(said: Mapping[str, Any]) -> None:
-    """Raise ValueError for another machine's engine whose address leads to this one."""
+    """Raise ValueError for another machine's engine with an address that leads to this one."""
     if said.get("host") == socket.gethostname():
         return
     if str(said["url"]).startswith("unix:"):

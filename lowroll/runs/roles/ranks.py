@@ -1,4 +1,4 @@
-"""The learner's ranks as processes: which one this is, and starting all of them on one machine.
+"""The learner's ranks as processes on one machine.
 
 torchrun, srun or `lowroll train` with `train.gpus` above 1 set the environment. The latter starts
 
@@ -45,8 +45,6 @@ STOPPED = 128 + signal.SIGTERM  # exit code of rank 0 after a requested stop
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """Rank `rank` of `size`, the `local`th of its machine. They meet at host:port."""
-
     rank: int
     size: int
     local: int
@@ -85,7 +83,7 @@ class RankEnvironment:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variables that `read` reads."""
+        """Return the environment variables for `read`."""
         values = (self.rank, self.size, self.host, self.port, self.local)
         return {name: str(value) for name, value in zip((*NAMES, LOCAL), values, strict=True)}
 
@@ -101,7 +99,7 @@ def launch_ranks(cfg: RunConfig, words: Sequence[str], resume: bool, overwrite: 
     """Learn with `train.gpus` ranks. words: the command after `lowroll`.
 
     ValueError has what a rank refuses, RunFailed the last error of one that ended or hangs, OSError
-    one of a full disk.
+    that of a full disk.
     """
     resolved = cfg.resolved()
     refuse(resolved)
@@ -168,7 +166,6 @@ class RankSupervisor:
             self._blame()
 
     def _blame(self) -> None:
-        """Raise the error of the rank that failed first."""
         failed = self._failed()
         rank = next((rank for rank in failed if rank.exit_code != LOST), failed[0])
         rank.raise_users_mistake()
@@ -178,10 +175,9 @@ class RankSupervisor:
         raise RunFailed(rank.describe_exit())
 
     def _failed(self) -> list[Role]:
-        """Return the ranks that ended with an error."""
         ended = [rank for rank in self.ranks if not rank.process.is_alive()]
         for rank in ended:
-            rank.process.kill()  # what is left of its group
+            rank.process.kill()  # the rest of its group
         return [rank for rank in ended if rank.exit_code not in (0, STOPPED)]
 
     def _is_any_alive(self) -> bool:

@@ -42,10 +42,10 @@ from lowroll.types import RunFailed
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-ENDING_S = 30.0  # for a role that is done
+ENDING_S = 30.0  # for a finished role
 STOPPING_S = 590.0  # for the trainer's step and checkpoint
 DYING_S = 5.0  # for the trainer of a killed launcher
-FULL_DISK_PAUSE_S = 10.0  # before a restart after a full disk
+FULL_DISK_PAUSE_S = 10.0  # before a restart
 
 
 def launch(
@@ -55,8 +55,7 @@ def launch(
     resume: bool,
     overwrite: bool,
 ) -> RunResult:
-    """Make a run by its roles, in a folder as of `lowroll.run`. texts: files of a notebook or
-    script that the roles need.
+    """Make a run by its roles. texts: files of a notebook or script that the roles need.
 
     RunLockedError names another run in the folder, ValueError has what a role refuses, RunFailed
     the last error of one that could not be kept alive.
@@ -76,7 +75,7 @@ def launch(
         settings = paths.roles / "launch.yaml"
         write_file(settings, cfg.dump().encode())
         processes = _make_processes(resolved, paths, stack)
-        stop = stack.enter_context(polite_stop())  # Ray has taken signals for itself
+        stop = stack.enter_context(polite_stop())  # Ray takes signals for itself
         title = (
             f"{paths.run}: {resolved.algorithm}, {resolved.correction}; logs in {paths.run / LOGS}"
         )
@@ -100,8 +99,7 @@ def _make_processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> Mappin
 
 
 def await_unlocked(folder: Path) -> None:
-    """Raise RunLockedError when a process runs in the folder, and DYING_S have passed for those of
-    a launcher that has just died."""
+    """Wait DYING_S for the processes of a dead launcher; raise RunLockedError if one still runs."""
     deadline = time.monotonic() + DYING_S
     while True:
         try:
@@ -195,7 +193,7 @@ class Supervisor:
     # -- restarts ----------------------------------------------------------------------------------
 
     def keep_alive(self, role: Role) -> None:
-        """Start a role that is due, and restart one that has ended or hangs."""
+        """Start a due role, and restart one that has ended or hangs."""
         if role.is_done:
             return
         role.update()
@@ -209,21 +207,21 @@ class Supervisor:
             role.process.kill()
             self._restart(role, hang)
         elif not role.process.is_alive():
-            role.process.kill()  # what is left of its group
+            role.process.kill()  # the rest of its group
             if role.exit_code == 0 and role not in self.engines:
                 role.is_done = True
                 return
             self._restart(role, role.describe_exit())
 
     def recall_orchestrator(self) -> None:
-        """Restart an orchestrator that has ended when the trainer, gone back to an older checkpoint,
-        waits for a batch."""
+        """Restart an ended orchestrator when the trainer, back at an older checkpoint, waits for a
+        batch."""
         if self.orchestrator.is_done and self.trainer.phase == "waiting":
             log.warning("the trainer has gone back, and the orchestrator is started again")
             self.orchestrator.is_done, self.orchestrator.start_at = False, time.monotonic()
 
     def _restart(self, role: Role, why: str) -> None:
-        """Schedule a restart. RunFailed when the role's budget is spent."""
+        """Schedule a restart. RunFailed when the budget is spent."""
         if role.exit_code == NO_ROOM:
             return self._restart_after_full_disk(role, why)
         pause_s = role.budget.pause_s()
@@ -256,10 +254,10 @@ class Supervisor:
         log.info("%s: %s: lowroll %s", role.name, role.process.describe(), " ".join(role.words))
 
     def late_words(self, role: Role) -> list[str]:
-        """Return the settings and flags that are known only when a role is started."""
+        """Return the settings and flags that are known only at a role's start."""
         address = role.process.address
         if role in self.engines:
-            # for direct weights: the trainer writes its address into the run folder
+            # for direct weights, whose address is in the run folder
             serve_settings = [f"serve.host={address}", f"serve.port={self._engine_port(role)}"]
             return [*serve_settings, *self._weight_words("127.0.0.1")]
         if role is self.trainer:
@@ -283,7 +281,7 @@ class Supervisor:
 
     def _engine_port(self, engine: Role) -> int:
         """Return the port that the orchestrator knows, at first 0 for any. If it is taken or of
-        another machine, return 0, and have a restarted orchestrator find the engine."""
+        another machine, return 0 and restart the orchestrator, which then finds the engine."""
         address = engine.process.address
         host, port = self.addresses.get(engine.name, ("", 0))
         if not port or (host == address and engine.process.is_port_free(port)):
@@ -319,8 +317,8 @@ class Display:
         }
 
     def show(self, roles: Sequence[Role], records: bool) -> None:
-        """Show what is new of the roles, and with `records`, which are of this launch then, of the
-        run folder."""
+        """Show the roles' news, and with `records` the run folder's, which must be of this
+        launch."""
         files = [self.run / name for name in (METRICS_FILE, EVALUATIONS_FILE)]
         sizes = [path.stat().st_size if path.is_file() else 0 for path in files]
         if records and sizes != self._sizes:

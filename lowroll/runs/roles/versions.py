@@ -21,8 +21,8 @@ MOST = 16  # remembered versions: open groups have tokens of fewer
 
 
 class Versions:
-    """The weight versions of the engines (`orchestrator.interfaces.WeightsWatch`). alive: called
-    in waits for the trainer. deadline_s: for a version. retract: called with the last valid version
+    """The weight versions of the engines (`orchestrator.interfaces.WeightsWatch`). alive: called in
+    waits for the trainer. deadline_s: for a version. retract: called with the last valid version
     when the trainer has gone back, before the engines load another."""
 
     def __init__(
@@ -53,8 +53,8 @@ class Versions:
         return self._await(version, lambda: self.broadcasts.at(version))
 
     def _await(self, version: int, allowed: Callable[[], Broadcast | None]) -> int:
-        """Load what `allowed` finds of at least this version; wait until it is there. Version 0 is
-        what the engines have without a broadcast."""
+        """Load the broadcast of `allowed` once it has at least this version. Version 0 needs no
+        broadcast."""
         broadcast = allowed()
         if broadcast is None or broadcast.version < version:
             if version == 0:
@@ -63,8 +63,8 @@ class Versions:
         return self._take(broadcast, allowed)
 
     def newer(self, most: int) -> int | None:
-        """Load and return a newer version up to `most`, or rewritten weights of the same one; None
-        without."""
+        """Load and return a newer version up to `most`, or replaced weights of the same one, or
+        None."""
         newest = self.broadcasts.newest(most)
         if newest is None or newest.version < self.version:
             return None
@@ -74,7 +74,7 @@ class Versions:
 
     def _take(self, broadcast: Broadcast, allowed: Callable[[], Broadcast | None]) -> int:
         """Have the engines load a broadcast; return its version. If it is superseded meanwhile,
-        because a trainer may serve its newest alone, load what `allowed` finds then."""
+        because a trainer may serve only its newest, load what `allowed` finds then."""
         while self.held != broadcast:
             self._go_back(broadcast.version)
             try:
@@ -90,13 +90,12 @@ class Versions:
         return broadcast.version
 
     def _is_superseded(self, broadcast: Broadcast, allowed: Callable[[], Broadcast | None]) -> bool:
-        """Return whether an allowed broadcast replaces this one."""
         newest = allowed()
         return newest is not None and newest != broadcast and newest.version >= broadcast.version
 
     def _go_back(self, version: int) -> None:
-        """Forget the taken versions from the oldest on that the trainer has undone, and retract
-        what was drawn from them. version: loaded next."""
+        """Forget all versions from the oldest undone one on, and retract what was drawn from them.
+        version: loaded next."""
         undone = [old for old, taken in self._taken.items() if self._is_gone(taken, version)]
         if not undone:
             return
@@ -115,15 +114,15 @@ class Versions:
 
 
 def _is_replaced(taken: Broadcast | None, found: Broadcast) -> bool:
-    """Return whether another attempt has replaced a version's weights. What the same attempt
-    rewrites is the same."""
+    """Return whether another attempt has replaced a version's weights. The same attempt rewrites
+    equal ones."""
     if taken is None:
         return False
     return found.digest != taken.digest and found.attempt != taken.attempt
 
 
 class RolloutPool(EnginePool):
-    """The engines of a run with roles, as `runs.batches` uses them."""
+    """The engines of a run with roles, for `runs.batches`."""
 
     @contextmanager
     def without_noise(self, version: int) -> Iterator[None]:
