@@ -1,4 +1,4 @@
-"""`lowroll doctor`: print what this machine has, the kernel of every product, and why a faster one is
+"""`lowroll doctor`: print the machine's facts, the kernel of every product, and why a faster one is
 not used. `lowroll doctor MODEL`: print what would run of a model."""
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-# optional packages that extend lowroll
 OPTIONAL = {
     "bitsandbytes": "the optimizer adamw8bit on a GPU",
     "datasets": "environments whose prompts lie on the hub",
@@ -89,7 +88,7 @@ def _describe_model(model: str) -> str:
 
 
 def look() -> dict[str, Any]:
-    """Return the machine's facts as JSON data. What is missing is None, or the reason."""
+    """Return the machine's facts as JSON data. A missing one is None, or the reason."""
     from lowroll import __version__, machine
 
     return {
@@ -235,7 +234,6 @@ def _cuda_hints(found: dict[str, Any]) -> list[str]:
 
 
 def _remedy(found: dict[str, Any], streamed: dict[str, Any]) -> str:
-    """Return what helps where the 4-bit product is not used."""
     if "capability" in streamed["why_not"]:
         return "; weights: int8 is faster on this GPU"
     if found["nvcc"] is None:
@@ -346,8 +344,7 @@ def _nvcc_text(nvcc: dict[str, Any] | None) -> str:
 
 
 def _kernel_lines(kernels: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Return a line for each used kernel: the product, in its first line only, the kernel's name
-    and what it takes."""
+    """Return a line for each used kernel; only a product's first line names the product."""
     width = max(map(len, kernels))
     lines = []
     for product, answers in kernels.items():

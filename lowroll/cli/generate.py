@@ -108,7 +108,7 @@ def _template_kwargs(text: str | None) -> dict[str, Any]:
 def converse(
     engine: Engine, chat: ChatTokenizer, arguments: argparse.Namespace, shown: str
 ) -> None:
-    """Answer the prompt, or each line of input. shown: the model in a few words."""
+    """Answer the prompt, or each line of input. shown: describes the model."""
     if arguments.prompt is not None:
         answer(engine, chat, arguments, arguments.prompt, shown)
         return

@@ -1,9 +1,9 @@
 """`lowroll <command>...`: find the command's module, parse its arguments, run it.
 
 Exit codes: 0 done, 1 a run that could not go on (one `error:` line) or a failure of the program
-(its traceback), 2 a user's error (one `error:` line a problem), 75 a full disk that was not waited
-for, 130, 143 or 129 stopped by SIGINT, SIGTERM or SIGHUP. LOWROLL_DEBUG=1 also shows the tracebacks
-of exit code 2.
+(its traceback), 2 a user's error (one `error:` line for each problem), 75 a full disk that was not
+waited for, 130, 143 or 129 stopped by SIGINT, SIGTERM or SIGHUP. LOWROLL_DEBUG=1 also shows the
+tracebacks of exit code 2.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ def explain(option: str, words: Sequence[str], parser: ArgumentParser) -> str:
 
 
 def _explain_as_setting(option: str, words: Sequence[str]) -> str | None:
-    """Return how an option that names a setting, such as `--max-steps 20`, is written among the
-    command's `words`; None for an option that names none."""
+    """Return how an option that names a setting, such as `--max-steps 20`, is written; else
+    None."""
     from lowroll.config.build import known_keys, last_names
     from lowroll.config.foreign import explain as explain_key
     from lowroll.config.resolve import RunConfig
@@ -167,7 +167,7 @@ def _explain_as_setting(option: str, words: Sequence[str]) -> str | None:
     inner_keys = [known for known in known_keys(RunConfig) if known.startswith(f"{key}.")]
     if inner_keys:
         return f"{key} is a section; a setting of it is written {inner_keys[0]}=..."
-    if not equals:  # its value follows, unless that is a setting of its own
+    if not equals:  # its value follows, unless that is a setting itself
         following_words = words[words.index(option) + 1 :] if option in words else []
         value = next((word for word in following_words[:1] if "=" not in word), "true")
     return f"a setting is written {key}={value}"

@@ -60,6 +60,7 @@ class Rollouts:
 
     @property
     def forgets(self) -> bool:
+        """Return whether the learner attends to evicted keys."""
         return self.kv_policy != "dense" and not self.replayed
 
     @property
@@ -221,6 +222,7 @@ AUTO: tuple[CorrectionRow, ...] = (
 
 
 def choose_row(rollouts: Rollouts) -> CorrectionRow:
+    """Return the first row that applies."""
     return next(row for row in AUTO if row.applies(rollouts))
 
 
@@ -275,6 +277,7 @@ COLLAPSES: tuple[Collapse, ...] = (
 
 
 def known_collapse(correction: str, rollouts: Rollouts) -> Collapse | None:
+    """Return the row against a combination, or None."""
     return next(
         (row for row in COLLAPSES if row.correction == correction and row.applies(rollouts)), None
     )
@@ -291,6 +294,7 @@ _NOT_TRUNCATED = {
 
 
 def rollouts_of(cfg: RunSettings) -> Rollouts:
+    """Return a run's rollouts, from its settings."""
     rollout = cfg.rollout
     truncated = [
         f"{name} {getattr(rollout, name)}"

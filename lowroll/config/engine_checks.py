@@ -1,8 +1,7 @@
 """The settings that an engine does not support together: for vLLM, for a budget for the weights,
 and for exact rollouts.
 
-What only lowroll's own engine supports is refused by name before anything starts. The model and the
-machine are checked when a run starts (`model.exact`).
+The model and the machine are checked when a run starts (`model.exact`).
 """
 
 from __future__ import annotations

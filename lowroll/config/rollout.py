@@ -137,6 +137,7 @@ class KvConfig(Section):
         return self.policy != "dense"
 
     def resolved(self) -> KvConfig:
+        """Return a copy with the policy's defaults filled in."""
         return KvConfig(policy=self.policy, dtype=self.dtype, **filled(self.policy, self.options))
 
     def another(self, name: str) -> KvConfig:

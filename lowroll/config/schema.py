@@ -156,6 +156,7 @@ class RunSettings(Section):
         return [self, *(self.at(stage.step) for stage in self.stages)]
 
     def entering(self, stage: StageConfig) -> Self:
+        """Return the settings with a stage's changes."""
         updates: dict[str, Any] = {}
         for section, values in stage.changes().items():
             updates |= (

@@ -1,4 +1,4 @@
-"""The common parts of the configuration's sections: the strict model, plain types, and validators."""
+"""The common parts of the sections: the strict model, plain types, and validators."""
 
 from __future__ import annotations
 
@@ -140,5 +140,5 @@ class Section(BaseModel):
 
     @classmethod
     def table_keys(cls) -> list[str]:
-        """Return the additional keys from a table of another package."""
+        """Return further keys from another package's table."""
         return []

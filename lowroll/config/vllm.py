@@ -1,4 +1,4 @@
-"""The `rollout.vllm:` section: the start of vLLM, or the address of one that runs already.
+"""The `rollout.vllm:` section.
 
 rollout: {engine: vllm, weights: dense}
 rollout: {engine: vllm, weights: dense, vllm: {url: "http://127.0.0.1:8000"}}

@@ -70,7 +70,7 @@ class BatchSource:
         alone: bool = True,
     ) -> None:
         self.alone = alone
-        self._previous_stats: EngineStats | None = None  # when the previous batch was full
+        self._previous_stats: EngineStats | None = None  # at the previous batch
         # The owner may set this to add metrics.
         self.more: Callable[[Batch], Mapping[str, float]] = lambda _: {}
         self.cfg = cfg
@@ -132,14 +132,14 @@ class BatchSource:
         return self.orchestrator.state()
 
     def _clear_engine(self) -> None:
-        """Drop what is in flight where evaluations need the engine alone. With noise they do,
-        because they switch it off."""
+        """Drop requests in flight where evaluations need the engine alone, as with noise, which
+        they switch off."""
         if self.cfg.eval.cancel_inflight_rollouts_on_eval or self.cfg.noise is not None:
             self.orchestrator.rollout_buffer.recall()
 
     def restore(self, step: int, state: Mapping[str, Any], resumed: bool = False) -> None:
-        """Continue after a step. resumed: the user asked for it, so the settings for resuming
-        apply. ValueError for a state of another step or plan."""
+        """Continue after a step. resumed: by the user, so the settings for resuming apply.
+        ValueError for a state of another step or plan."""
         state_step = state.get("step", step)  # missing in the oldest states
         if state_step != step:
             raise ValueError(
@@ -157,7 +157,7 @@ class BatchSource:
             self.evaluations.resumed(step + 1)
 
     def described(self, batch: Batch) -> dict[str, float]:
-        """Return metrics of how a batch was drawn and of what a bounded cache saves."""
+        """Return metrics of a batch's draw and of a bounded cache's savings."""
         stats, kv = self.rollouts.stats(), self.rollouts.kv
         metrics = {"rollout/weight_bits": stats.weight_bits}
         if self._previous_stats is not None:

@@ -1,8 +1,4 @@
-"""The checkpoints that a run resumes from and writes.
-
-`Checkpointing` finds the newest undamaged checkpoint and checks that it is this run's;
-`learner.Learner.restore` and `batches.BatchSource.restore` load from it.
-"""
+"""The checkpoints that a run resumes from and writes."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ log = logging.getLogger(__name__)
 
 Tensors = dict[str, dict[str, Any]]
 State = dict[str, Any]
-# The keys of a checkpoint's manifest. Supervised runs have no cache_tokens.
+# The keys of a checkpoint's manifest.
 META = {"command", "config", "base", "read", "step", "tensors", "cache_tokens"}
 SFT_META = META - {"cache_tokens"}
 
@@ -38,7 +34,7 @@ class Checkpointing:
         self.found = self._find() if resume else None
         self.base = ""
         self.inputs: dict[str, str] = {}
-        self._newest: int | None = None  # step
+        self._newest: int | None = None
         self._seconds: dict[str, float] = {}
 
     @cached_property
@@ -61,8 +57,7 @@ class Checkpointing:
         return checkpoint
 
     def _refuse_other_run(self, checkpoint: Checkpoint) -> None:
-        """Raise ValueError when a checkpoint's settings or inputs are not this run's, or when it
-        lacks a piece."""
+        """Raise ValueError for other settings or inputs than this run's, or for a missing piece."""
         meta, cfg = checkpoint.meta, self.home.cfg
         # Older checkpoints lack two pieces. They are refused for that last, as the other reasons
         # say more to the user.
@@ -88,7 +83,6 @@ class Checkpointing:
             raise ValueError(f"{key}: {num_steps}, and the run has made {checkpoint.step} steps")
 
     def _written(self) -> dict[str, Any]:
-        """Return the settings in config.yaml. ValueError when it is damaged."""
         path = self.home.path / CONFIG
         damage = (
             f"{path}: damaged, and there is no checkpoint to go on with: --overwrite begins again"
@@ -102,7 +96,8 @@ class Checkpointing:
         return settings
 
     def _may_change(self, saved: Checkpoint, before: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the settings that may change too, after a run that ended for lack of a signal."""
+        """Return further settings that may change after a run that ended without a learning
+        signal."""
         final_step = (read_meta(self.home.final) or {}).get("step")
         ended_early = final_step == saved.step < before["train"]["max_steps"]
         return identity.FOR_SIGNAL if ended_early else ()

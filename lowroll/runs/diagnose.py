@@ -1,12 +1,12 @@
 """`lowroll diagnose`: the causes of the gap between the rollouts and the learner, on one batch of
 tokens.
 
-Tokens are drawn once, and their log-probs taken at points from the engine to the learner:
+Tokens are drawn once, and their log-probs are taken at points from the engine to the learner:
 
     decode    recorded by the engine while it drew them, under its KV cache
     prefill   the engine's weights again, a whole sequence at a time, without any cache
     aligned   the learner's forward in the engine's low-bit arithmetic (`weights.aligned`)
-    quantized the same on the matrices that the codes stand for, where the format rounds activations
+    quantized the same on the dequantized matrices, where the format rounds activations
     dense     the learner's own forward; named `fp8` or `nvfp4` where `train.forward` is that and
               the rollouts have another format
 
@@ -18,8 +18,8 @@ Each step has one cause:
     quantized -> dense     weights (where the format leaves activations alone, from aligned)
 
 Rounding amplifies: an order of sums that differs by 1e-7 flips codes of activations, layer by
-layer, until the rounding errors of both sides are independent. `staleness` is 0: engine and learner
-hold the newest checkpoint.
+layer, until both sides' rounding errors are independent. `staleness` is 0: engine and learner hold
+the newest checkpoint.
 
 In kl_k1, mean(from - to), the causes add up exactly, with signs; a cause's share is its mean |from
 - to| over the sum of all. The tokens are those of `decode`, so k3 estimates a KL divergence only
@@ -74,7 +74,7 @@ ALIGNABLE = (
     "the engine rounds activations and the learner does not; correction auto pays for it, and "
     "train.forward aligned makes it vanish"
 )
-# Where the gap is too large for a correction (docs/algorithms.md): the bound of guard.kl_above.
+# nats a token, the bound of guard.kl_above; a larger gap cannot be corrected (docs/algorithms.md)
 FAR = 0.1  # nats a token
 TOO_FAR = (
     " A KL of {kl:.2g} nats a token is more than a correction can pay for: give the rollouts more bits, "
@@ -115,7 +115,7 @@ class Diagnosis:
 
     @property
     def reading(self) -> str:
-        """Return the largest cause and its remedy, as sentences."""
+        """Describe the largest cause and its remedy."""
         if max(part.logp_diff_max for part in (*self.parts, self.whole)) < NEGLIGIBLE:
             return (
                 f"engine and learner agree: no token differs by {NEGLIGIBLE:g} nats or more, so "
@@ -145,9 +145,8 @@ def attribute(
 ) -> tuple[tuple[MismatchPart, ...], MismatchPart]:
     """Return the parts, in the order of CAUSES, and the whole.
 
-    log_probs: the log-probs [N] of the tokens by point, in the points' order, which ends with the
-    learner's own forward. segments: each token's sequence [N]. blames_kv: the cache dropped or
-    rounds keys.
+    log_probs: the log-probs [N] of the tokens by point, in order, with the learner's own forward
+    last. segments: each token's sequence [N]. blames_kv: the cache dropped or rounds keys.
     """
     rounds_activations = "quantized" in log_probs
     arithmetic_cause = "rounding" if rounds_activations else "kernels"
@@ -190,9 +189,9 @@ def diagnose(
 ) -> Diagnosis:
     """Draw one batch and score it at every point.
 
-    cfg: of the run, or of a model with rollout.weights. run: a run folder, whose newest checkpoint
-    is used. prompts: user messages; without any `num_prompts` of the environments. n: responses a
-    prompt. ValueError when nothing was drawn or the run cannot be read.
+    run: a run folder, whose newest checkpoint is used. prompts: user messages; without any
+    `num_prompts` of the environments. n: responses to each. ValueError when nothing was drawn or
+    the run cannot be read.
     """
     run_cfg = cfg.resolved()
     compute = Compute.of(run_cfg)
@@ -225,7 +224,8 @@ def diagnose(
 
 @dataclass(frozen=True)
 class DrawnSequences:
-    """Rollouts with their prompts as token ids, and the engine's log-probs [N] of the responses."""
+    """Rollouts with their prompts, as token ids, and the engine's log-probs [N] of the
+    responses."""
 
     sequences: list[list[int]]
     prompt_lens: list[int]
@@ -247,8 +247,7 @@ class DrawnSequences:
 
 
 def draw(engine: Engine, requests: list[Request], temperature: float) -> DrawnSequences:
-    """Draw rollouts, and score them by the engine. ValueError when it cannot, or nothing was
-    drawn."""
+    """Draw and score rollouts. ValueError when the engine cannot score, or nothing was drawn."""
     if not engine.capabilities.scores:
         raise ValueError("diagnose: this engine cannot score given tokens")
     pairs = [
@@ -275,8 +274,8 @@ def learner_points(
     temperature: float,
     forward: str = "dense",
 ) -> dict[str, Tensor]:
-    """Return the learner's points for an engine in `format`, in order: the log-probs [N] of the
-    drawn tokens by point. The model stays aligned with the engine. forward: `train.forward`."""
+    """Return the log-probs [N] of the drawn tokens at the learner's points, in order. format: the
+    engine's. forward: `train.forward`. The model stays aligned with the engine."""
 
     def scored() -> Tensor:
         return torch.cat(score(model, drawn.sequences, drawn.prompt_lens, temperature)).cpu()
@@ -295,7 +294,7 @@ def learner_points(
         else:
             with aligned.dequantized(model):
                 points["quantized"] = scored()
-    points[last_point] = learner_scores  # after the others: the order is that of `attribute`
+    points[last_point] = learner_scores  # last, in the order of `attribute`
     return points
 
 
@@ -334,8 +333,8 @@ def _newest_checkpoint(run: Path) -> Checkpoint | None:
 
 
 def _rollout_format(held: Checkpoint, cfg: RunConfig, weights: str) -> str:
-    """Return the rollouts' format: the guard's fallback, unless another than the run's own is
-    requested. weights: the settings' format."""
+    """Return the guard's fallback format, unless the settings request another than the run's
+    own."""
     run_weights = yaml.safe_load(held.meta["config"])["rollout"]["weights"]
     if cfg.rollout.weights != run_weights:
         return weights

@@ -110,6 +110,7 @@ class RunFolder:
         return None
 
     def has_steps(self) -> bool:
+        """Return whether the run here has made a step or ended."""
         metrics = self.path / METRICS_FILE
         return (
             bool(self.store.steps())

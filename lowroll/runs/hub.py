@@ -1,6 +1,6 @@
 """The upload of a run's folder to the Hugging Face hub, with a model card.
 
-The token is the hub's login or HF_TOKEN. It is in no setting, file or log of lowroll's.
+The token is the hub's login or HF_TOKEN; no setting, file or log of lowroll has it.
 """
 
 from __future__ import annotations

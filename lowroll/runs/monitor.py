@@ -1,10 +1,9 @@
-"""The monitor of the distance between rollouts and learner, and of the settings that follow from
-it.
+"""The monitor of the distance between rollouts and learner, and of the settings that follow.
 
-    first look   before the first update: what `correction: auto` chose is widened while it silences
-                 over half of the batch
-    guard        after every step: bounds are tightened, or the rollouts get another format
-                 (`trainer.guard`)
+first look   before the first update: thresholds of `correction: auto` are widened while they
+             silence over half of the batch
+guard        after every step: bounds are tightened, or the rollouts get another format
+             (`trainer.guard`)
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from lowroll.trainer.probe import Probe
 
 log = logging.getLogger(__name__)
 
-# The share of tokens, or of sequences, that an objective may silence before any update.
+# The share of tokens or sequences that an objective may silence before any update.
 MOST_SILENT = 0.5
 MAX_WIDENED = 4
 
@@ -37,7 +36,7 @@ class Monitor:
         self.expects_bits = cfg.rollout.exact and not (
             is_asynchronous or rollouts_of(cfg).truncated
         )
-        self.widened = 0  # doublings of the exponent of what `correction: auto` chose
+        self.widened = 0  # doublings of the exponent
         self.on_note: Callable[[str], object] = log.info
 
     @property
@@ -56,8 +55,7 @@ class Monitor:
         return options
 
     def first_look(self, first: Probe | None, now: RunConfig) -> dict[str, float]:
-        """Return `spread/*` of the mismatch before the first update, and widen the thresholds that
-        `correction: auto` chose while they silence over half of the batch."""
+        """Return `spread/*` of the mismatch before the first update, and widen the thresholds."""
         if first is None:
             return {}
         for line in first.findings(self.options(now)):
@@ -145,7 +143,7 @@ def fallen_to(state: Mapping[str, Any]) -> str | None:
 
 
 def _format_of(guard_state: Mapping[str, Any]) -> str | None:
-    """Return the format of a guard's state, registered; None for the initial one."""
+    """Register and return the format of a guard's state; None for the initial one."""
     if guard_state.get("formats"):
         mixed.read(guard_state["formats"])
     elif not guard_state.get("fallbacks"):

@@ -16,7 +16,7 @@ from lowroll.config.train import TrainConfig
 from lowroll.runs.attempt import RunResult
 from lowroll.runs.grpo import run
 
-# The sections whose settings may be given without their section's name.
+# Their settings may be given without the section's name.
 SECTIONS: dict[str, type[Section]] = {"rollout": RolloutConfig, "train": TrainConfig}
 
 

@@ -6,7 +6,7 @@ from lowroll.config import RunConfig
 
 
 class Stages:
-    """The current settings `now`: the run's own, overlaid with those of the begun stages."""
+    """The current settings `now`: the run's own with those of the begun stages."""
 
     def __init__(self, cfg: RunConfig) -> None:
         self.cfg = cfg

@@ -1,8 +1,8 @@
-"""Whether a run's engine and learner compute exactly (`model.exact`).
+"""The choice of exact computation for a run's engine and learner (`model.exact`).
 
-`rollout.exact` decides. By default exactness is on where it costs next to nothing (`python -m
-bench.exact`): engines on a CPU, and their learners that multiply in the rollouts' low-bit format (one
-of dense weights would take a seventh longer); on a GPU an engine and a LoRA learner that multiply the
+`rollout.exact` decides. Its default is on where exactness costs next to nothing (`python -m
+bench.exact`): engines on a CPU, and their learners in the rollouts' low-bit format (with dense
+weights they would take a seventh longer); on a GPU an engine and a LoRA learner that multiply the
 same INT8 codes (the engine alone would be an eighth slower at 256 rows).
 """
 

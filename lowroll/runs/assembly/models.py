@@ -37,7 +37,7 @@ def learner(cfg: RunConfig, compute: Compute) -> Transformer:
     format = compute.format(cfg.rollout.weights)
     refuse_adapter("model", cfg.model)
     refuse_scale(cfg)
-    # Scaling needs the dense weights of an adapter's base; they are quantized after it.
+    # Scaling needs an adapter's base dense; it is quantized afterwards.
     format_on_load = format if train.lora and train.uaq_scale is None else None
     model = hf.load(cfg.model, compute.device, compute.dtype, format_on_load)
     refuse_backward(cfg, compute, model.spec)
@@ -91,7 +91,7 @@ def tokenizer(
     tool_format: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> ChatTokenizer:
-    """Load the chat tokenizer of a model folder or hub id; other arguments as `ChatTokenizer`'s."""
+    """Load the chat tokenizer of a model folder or hub id."""
     return ChatTokenizer(
         load_tokenizer(resolve(source, weights=False)), tool_format, template_kwargs
     )
@@ -119,8 +119,8 @@ def critic(
 
 
 def reference(cfg: RunConfig, compute: Compute) -> Transformer | None:
-    """Load the frozen model of the KL term; None without one. Under LoRA it is the learner without
-    its adapter."""
+    """Load the frozen model of the KL term, or None. Under LoRA the learner without its adapter
+    serves."""
     if not asks_reference(cfg):
         return None
     return hf.load(cfg.model, compute.device, compute.dtype).requires_grad_(False)
@@ -131,8 +131,7 @@ def asks_reference(cfg: RunConfig) -> bool:
 
 
 def teacher(cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -> Transformer | None:
-    """Load the frozen teacher of AIPO's teacher_tau; None without one. ValueError for another
-    vocabulary."""
+    """Load the frozen teacher of AIPO, or None. ValueError for another vocabulary."""
     if not asks_teacher(cfg):
         return None
     assert cfg.train.teacher is not None
@@ -155,7 +154,7 @@ def refuse_adapter(key: str, source: str | Path) -> None:
 
 
 def refuse_scale(cfg: RunConfig) -> None:
-    """Raise ValueError where the weights to scale are frozen codes."""
+    """Raise ValueError when the weights to scale are frozen codes."""
     stored_format = low_bit_format(resolve(cfg.model, weights=False))
     if cfg.train.uaq_scale is not None and cfg.train.lora and stored_format is not None:
         raise ValueError(

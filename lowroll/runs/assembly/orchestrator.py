@@ -77,8 +77,8 @@ def estimator(cfg: RunConfig) -> Estimator | None:
 def settings(
     cfg: RunConfig, spec: ModelSpec, alone: bool = True, own: Estimator | None = None
 ) -> Settings:
-    """Return the orchestrator's settings in the run's first stage. alone: in one process with the
-    learner, where the async level is 0. own: the run's `estimator`."""
+    """Return the orchestrator's settings in the first stage. alone: in the learner's process, where
+    the async level is 0. own: the run's `estimator`."""
     return _SETTINGS(
         cfg,
         cfg.dapo,

@@ -1,5 +1,4 @@
-"""Settings of a package from sections of the configuration. They share the names of its keys, so
-nothing is copied by hand."""
+"""Settings of a package from sections of the configuration, by the names of the keys."""
 
 from __future__ import annotations
 

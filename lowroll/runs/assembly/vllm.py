@@ -1,8 +1,7 @@
 """vLLM as a run's rollout engine.
 
-A started server loads the run's own folder where that holds the rollouts' weights, else a folder
-written for it (of a quantized base, or a dense copy). Later versions travel as streams
-(`weights.sync.update`).
+A started server loads the run's own folder if it holds the rollouts' weights, else a folder written
+for it. Later versions travel as streams (`weights.sync.update`).
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def interpreter(vllm: VllmConfig) -> str:
 
 
 def _probe_environment() -> dict[str, str]:
-    """Return the environment for finding vLLM; LOWROLL_VLLM_PATH is the folder of one that is not
+    """Return the environment for finding vLLM, which LOWROLL_VLLM_PATH names if it is not
     installed."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     vllm_path = os.environ.get("LOWROLL_VLLM_PATH")
@@ -131,8 +130,8 @@ def make(
     weights: str,
     workloads: Sequence[Workload],
 ) -> VllmEngine:
-    """Attach to the vLLM at rollout.vllm.url, which outlives `close`, or start one. Its log-probs
-    are compared with `model`'s after every update."""
+    """Attach to the vLLM at rollout.vllm.url, which outlives `close`, or start one. After every
+    update its log-probs are compared with `model`'s."""
     if cfg.rollout.vllm.url is not None:
         return _attach(cfg, model, weights)
     logs = Path(cfg.output_dir) / LOGS
@@ -141,8 +140,8 @@ def make(
 
 
 def serve(cfg: RunConfig, log: Path, socket: Path) -> VllmEngine:
-    """Start a vLLM for a learner in another process, and wait until it serves the initial model.
-    socket: the folder of its socket."""
+    """Start a vLLM for a learner in another process, with the initial model. socket: the folder of
+    its socket."""
     check(cfg)
     refuse(cfg, read_spec(resolve(cfg.model, weights=False)))
     compute = Compute.of(cfg)
@@ -158,8 +157,8 @@ def _start(
     log: Path | None,
     **more: Any,
 ) -> VllmEngine:
-    """Start a vLLM on the folder with the rollouts' weights; one written for it lasts as long as
-    the engine."""
+    """Start a vLLM on the folder with the rollouts' weights; a written folder lasts as long as the
+    engine."""
     vllm = cfg.rollout.vllm
     temporary_folder = tempfile.TemporaryDirectory(prefix="lowroll-vllm-", dir=vllm.folder)
     base = base_folder(cfg, compute, learner, weights, Path(temporary_folder.name))
@@ -215,7 +214,6 @@ def _attach(cfg: RunConfig, model: Transformer, weights: str) -> VllmEngine:
 
 
 def _with_setting_names(make: Callable[..., VllmEngine], *args: Any, **options: Any) -> VllmEngine:
-    """Call `make`; name settings in its ValueError."""
     try:
         return make(*args, **options)
     except ValueError as error:
@@ -243,7 +241,7 @@ def base_folder(
     weights: str,
     room: Path,
 ) -> Path:
-    """Return the run's model where it holds the rollouts' weights, else a folder written into
+    """Return the run's model if it holds the rollouts' weights, else a folder written into
     `room`."""
     source = resolve(cfg.model)
     if _is_stored_in(source, weights):

@@ -374,6 +374,7 @@ def _kernels(compute: Compute) -> int:
 
 
 def shown(size: int) -> str:
+    """Format bytes to three digits."""
     unit, scale = "kB", 1e3
     if size >= 1e9:
         unit, scale = "GB", 1e9

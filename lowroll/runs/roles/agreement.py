@@ -78,7 +78,7 @@ def check_engines(cfg: RunConfig, pool: EnginePool) -> None:
             "(client.skip_model_check: true takes them)"
         )
     if offered.lora_rank is None:
-        return  # a vLLM rejects what it does not support when it is requested
+        return  # a vLLM rejects unsupported requests itself
     _check_formats(cfg, behavior.weights)
     _check_adapters(cfg, offered.lora_rank)
 
@@ -92,7 +92,8 @@ def _check_formats(cfg: RunConfig, held: str) -> None:
 
 
 def _check_adapters(cfg: RunConfig, max_rank: int) -> None:
-    """Raise ValueError for engines that cannot hold what is learned. max_rank: 0 for no adapters."""
+    """Raise ValueError for engines that cannot hold what is learned. max_rank: 0 for no
+    adapters."""
     if cfg.train.lora and max_rank < cfg.train.lora_rank:
         support = f"adapters up to rank {max_rank}" if max_rank else "no adapters"
         raise ValueError(

@@ -1,7 +1,7 @@
-"""The engine of a run, for `lowroll serve FILE`, equal to that of a run in one process.
+"""The engine of a run, for `lowroll serve FILE`.
 
 A vLLM listens on a Unix socket that only this user can reach, since its control routes need no
-token. The role's heartbeat holds the address; a restarted one keeps it.
+token. A restarted engine keeps its address.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lowroll.types import RunFailed
 if TYPE_CHECKING:
     from lowroll.engine.native import NativeEngine
 
-MOST = 64  # engines of one run folder
+MOST = 64  # of one run folder
 POLL_S = 0.2
 
 
@@ -79,7 +79,7 @@ def arguments_of(cfg: RunConfig, given: argparse.Namespace) -> argparse.Namespac
 
 
 def serve_vllm(cfg: RunConfig, paths: RunPaths, role: str, heartbeat: Heartbeat) -> NoReturn:
-    """Run a vLLM until a signal, which raises SystemExit. ValueError names what it cannot do,
+    """Run a vLLM until a signal, which raises SystemExit. ValueError names an unsupported setting,
     RunFailed how it ended."""
     from lowroll.engine.remote.vllm_process import lasting_folder
     from lowroll.runs.assembly import vllm

@@ -292,6 +292,7 @@ class Orchestration:
         self.channel.drain(LONGEST_STEP_S)
 
     def step(self, step: int) -> None:
+        """Make the batch of a step once its weights are there."""
         self.heartbeat.update(
             step=step, phase="waiting", doing=f"for the weights of {self.needs(step)}"
         )

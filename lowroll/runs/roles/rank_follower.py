@@ -80,7 +80,7 @@ def join_ranks(cfg: RunConfig, environment: RankEnvironment | None) -> Iterator[
 
 
 class OrderSender:
-    """Rank 0's side. It sends nothing when alone."""
+    """Rank 0's side of the orders, silent when alone."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -154,7 +154,7 @@ class Follower:
 
 
 class OrderReceiver:
-    """Rank 0's orders, and the learner's channel (`transport.base.RolloutReceiver`)."""
+    """Rank 0's orders, as the learner's channel (`transport.base.RolloutReceiver`)."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -195,8 +195,8 @@ class ReadOnlyFolder(RunFolder):
 
 
 class MirrorPublisher:
-    """The publisher of a learner whose engines are elsewhere. whole: the gathered weights, on
-    `device` of the leading rank."""
+    """A publisher for remote engines. whole: the gathered weights, on `device` of the leading
+    rank."""
 
     cache_tokens = None
     hidden_bytes = 0

@@ -45,6 +45,8 @@ STOPPED = 128 + signal.SIGTERM  # exit code of rank 0 after a requested stop
 
 @dataclass(frozen=True)
 class RankEnvironment:
+    """A rank of a learner. local: its index on the machine. The ranks meet at host:port."""
+
     rank: int
     size: int
     local: int

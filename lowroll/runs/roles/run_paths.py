@@ -3,8 +3,8 @@
 config.yaml, metrics.jsonl, checkpoints/, final/, broadcasts/    the trainer's
 rollouts/, orchestrator/{ledger.jsonl, spool/, evaluations.jsonl}   the orchestrator's
 roles/<role>.json     a role's heartbeat      roles/<role>/.lock   who has the role
-roles/rollouts.json   where the orchestrator's socket is (zmq)
-roles/weights.json    where the trainer's socket is (nccl, cuda_ipc)
+roles/rollouts.json   the address of the orchestrator's socket (zmq)
+roles/weights.json    the address of the trainer's socket (nccl, cuda_ipc)
 roles/tokens.json     the tokens of the engines' clients; for the user alone
 """
 
@@ -25,7 +25,7 @@ SHORTEST = 16  # characters of a token
 
 
 def engine_roles(cfg: RunConfig) -> list[str]:
-    """Return the engines that a launcher starts; none where the settings name running ones."""
+    """Return the engines that a launcher starts; none if the settings name running ones."""
     if cfg.client.base_url or cfg.client.elastic.hostname is not None:
         return []
     return [f"{ENGINE}-{i}" for i in range(cfg.rollout.engines)]
@@ -47,8 +47,8 @@ class RunPaths:
         self.roles = self.run / "roles"
         self.broadcasts = self.run / "broadcasts"
         self.spool = self.run / "orchestrator" / "spool"
-        self.address = self.roles / "rollouts.json"  # of the orchestrator's socket
-        self.direct = self.roles / "weights.json"  # of the trainer's socket
+        self.address = self.roles / "rollouts.json"
+        self.direct = self.roles / "weights.json"
         self.ledger = self.run / "orchestrator" / "ledger.jsonl"
 
     def heartbeat(self, role: str) -> Path:

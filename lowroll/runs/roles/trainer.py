@@ -1,7 +1,7 @@
 """`lowroll train`: learns from a remote orchestrator's batches, and broadcasts weights.
 
 A restarted trainer learns again from the batches since its last checkpoint. Versions that it
-broadcasts again have the same bytes and stay.
+broadcasts again have the same bytes.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def train(
     overwrite: bool = False,
     environment: RankEnvironment | None = None,
 ) -> RunResult:
-    """Learn from an orchestrator's batches. Folder, `resume`, `overwrite`, signals and result as by
-    `lowroll.run`. environment: of rank 0, where several ranks learn."""
+    """Learn from an orchestrator's batches. Folder, `resume`, `overwrite`, signals and result are
+    as in `lowroll.run`. environment: of rank 0, if several ranks learn."""
     resume = resume or resumes_by_config(cfg)
     cfg = cfg.resolved()
     refuse(cfg)
@@ -87,7 +87,7 @@ def train(
 
 
 class Training:
-    """The trainer's role. ValueError with `resume` when the newest checkpoint is another run's."""
+    """The trainer's role. ValueError when the checkpoint to resume is another run's."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Training:
             deadline_s=LONGEST_STEP_S,
             whole=self.publisher.whole,
         )
-        self._ended = time.monotonic()  # the previous step
+        self._ended = time.monotonic()  # of the previous step
 
     def watch(self, view: LiveView) -> None:
         def phase(name: str, done: int, total: int) -> None:
@@ -146,7 +146,7 @@ class Training:
         spool = Spool(self.paths.spool)
         if not spool.reaches(committed):
             self.publisher.folder.forget_after(committed)
-        spool.reopen()  # it is ended again where it was ended
+        spool.reopen()  # it ends again at the same place
         if checkpoint is None:
             return self.begin(again=True)
         step = self.learner.go_on(checkpoint)
@@ -154,12 +154,11 @@ class Training:
         return step
 
     def _open(self, committed: int) -> None:
-        """Open the channel: the orchestrator may now rely on the folder."""
         self.channel.open(receiver(self.cfg, self.paths, self.home.attempt, committed, self._check))
         self.heartbeat.update(phase="waiting", step=committed)
 
     def _check(self) -> None:
-        """Check in waits for a batch for a stop, which drops the step, and for trouble elsewhere."""
+        """Check for a stop, which drops the step, and for failures of other roles."""
         if self.stop:
             raise StepDropped
         self.orchestrator.check()
@@ -207,11 +206,11 @@ class Training:
 
 
 class Broadcasting(MirrorPublisher):
-    """A publisher of weights as folders that engines read, and of their metrics."""
+    """A publisher of weights as folders that engines read."""
 
     def __init__(self, cfg: RunConfig, policy: Policy, paths: RunPaths, attempt: int) -> None:
         compute = policy.compute
-        # what is only written to files is read from the host's memory
+        # weights that only go to files are read from the host's memory
         only_files = cfg.weight_broadcast.type == "filesystem" and not cfg.train.weight_metrics
         on_host = only_files and cfg.forward_weights is None
         super().__init__(cfg, policy, "cpu" if on_host else compute.device)
@@ -243,7 +242,7 @@ class Broadcasting(MirrorPublisher):
 
 
 def _make_shadow(cfg: RunConfig, compute: Compute, model: Transformer) -> Shadow | None:
-    """Return the engines' codes where an aligned learner has them, so that only changes travel."""
+    """Return an aligned learner's codes of the engines, so that only changes travel."""
     rollout = cfg.rollout
     if cfg.train.forward == "dense" or cfg.forward_weights != rollout.weights or cfg.train.lora:
         return None
