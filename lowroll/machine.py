@@ -1,8 +1,6 @@
-"""The memory and cores that this process may use, its children's environment, and garbage
-collection.
+"""The memory and cores of this process, its children's environment, and garbage collection.
 
-Memory is in bytes, from /proc/meminfo and the container's control group (version 2), whose limit
-may be lower; None if unknown.
+Memory is in bytes, within the limit of the container's control group (version 2); None if unknown.
 """
 
 from __future__ import annotations
@@ -28,15 +26,14 @@ KEEP_ENV = (
     "TMPDIR",
     "LD_LIBRARY_PATH",
     "VIRTUAL_ENV",
-    "HF_HOME",  # models of the hub, and their downloads
+    "HF_HOME",
     "HF_HUB_CACHE",
     "HF_HUB_OFFLINE",
 )
 
 
 def kept_env(*more: str) -> dict[str, str]:
-    """Return the set environment variables of `KEEP_ENV` and `more` for a child process. Others may
-    be keys and tokens."""
+    """Return the variables of `KEEP_ENV` and `more`, since others may hold keys and tokens."""
     return {name: os.environ[name] for name in (*KEEP_ENV, *more) if name in os.environ}
 
 
@@ -64,10 +61,10 @@ def free_memory() -> int | None:
 
 
 def usable_cores() -> int:
-    """Return the usable cores; a container's share of time counts as whole cores."""
+    """Return the usable cores, within a container's share of time."""
     try:
         cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on this system
+    except AttributeError:
         cores = os.cpu_count() or 1
     try:
         share, period = (GROUP / "cpu.max").read_text().split()
@@ -93,7 +90,7 @@ def _limit() -> int | None:
 
 
 def _held() -> int:
-    """Return the container's used memory, without file caches that the kernel can drop."""
+    """Return the container's used memory without file caches, which the kernel can drop."""
     try:
         used = int((GROUP / "memory.current").read_text())
         kept = dict(line.split() for line in (GROUP / "memory.stat").read_text().splitlines())
@@ -136,8 +133,8 @@ _HEAP = _Heap()
 
 @contextmanager
 def long_lived() -> Iterator[None]:
-    """Exclude all existing objects from garbage collections in the outermost block: with those of
-    torch and transformers a full collection takes 0.2 to 0.4 s."""
+    """Exclude existing objects from garbage collections in the outermost block: a full collection
+    of those of torch and transformers takes 0.2 to 0.4 s."""
     _HEAP.enter()
     try:
         yield
@@ -146,5 +143,5 @@ def long_lived() -> Iterator[None]:
 
 
 def collect_garbage() -> None:
-    """Collect all garbage, also objects that a single `long_lived` block excludes."""
+    """Collect all garbage, also what a single `long_lived` block excludes."""
     _HEAP.collect()

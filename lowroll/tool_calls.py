@@ -30,7 +30,7 @@ _FUNCTION, _PARAMETER = "<function=", "<parameter="
 _MISTRAL, _ARGS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _LLAMA = "<|python_tag|>"
 _SPACE = " \t\r\n"
-# A call begins with its mark, which is a special token of some tokenizers.
+# special tokens of some tokenizers
 _MARKS = {"hermes": _OPEN, "qwen3_coder": _OPEN, "llama3_json": _LLAMA, "mistral": _MISTRAL}
 UNTYPED = frozenset(("qwen3_coder",))
 WORDS = frozenset((_OPEN, _CLOSE, _MISTRAL, _ARGS, _CALL_ID, _LLAMA))
@@ -58,8 +58,7 @@ class Spoken:
     errors: tuple[str, ...] = ()
 
     def message(self, content: str) -> Message:
-        """Return the turn as a chat message with all its text, and `tool_calls` and `ill_formed` if
-        any."""
+        """Return the turn as a chat message with all its text."""
         said: Message = {"role": "assistant", "content": content}
         if self.calls:
             said["tool_calls"] = [
@@ -103,24 +102,22 @@ def format_of(template: str) -> str | None:
 
 
 def read(format: str, text: str) -> Spoken:
-    """Return the parts of a turn's first `MOST_TEXT` characters. ValueError only for an unknown
-    format."""
+    """Split a turn's first `MOST_TEXT` characters. ValueError for an unknown format."""
     if format not in FORMATS:
         raise ValueError(f"tool calls: unknown format {format!r}; known: {', '.join(FORMATS)}")
     return FORMATS[format](text[:MOST_TEXT])
 
 
 class Speech:
-    """A turn that arrives in pieces; text that may be a call is held back. Space before a call is
-    dropped. A turn without a readable call is given whole."""
+    """A turn that arrives in pieces. It holds back text that may be a call."""
 
     def __init__(self, format: str) -> None:
         self.format = format
         self.text = ""
-        self.given = 0  # characters of it
+        self.given = 0
 
     def feed(self, piece: str) -> str:
-        """Take the next piece and return the text that is certain now."""
+        """Take the next piece and return the text that is certain."""
         self.text += piece
         return self._give(self._plain())
 
@@ -137,7 +134,6 @@ class Speech:
         return new
 
     def _plain(self) -> int:
-        """Return the number of characters that cannot belong to a call."""
         text, mark = self.text, _MARKS[self.format]
         until = text.find(mark, self.given)
         if until < 0 and self.format == "llama3_json" and text.lstrip(_SPACE)[:1] in ("", "{"):
@@ -156,8 +152,8 @@ def overlap(text: str, mark: str) -> int:
 
 
 def typed(arguments: dict[str, Any], texts: Container[str]) -> dict[str, Any]:
-    """Return the arguments of an `UNTYPED` format, parsed as JSON where possible. texts: parameters
-    that may be a text, which stay."""
+    """Parse an `UNTYPED` format's values as JSON where possible. texts: parameters that may be a
+    text."""
     return {
         key: _unquoted(value) if isinstance(value, str) and key not in texts else value
         for key, value in arguments.items()
@@ -165,7 +161,7 @@ def typed(arguments: dict[str, Any], texts: Container[str]) -> dict[str, Any]:
 
 
 def texts(schema: dict[str, Any], names: Iterable[str]) -> set[str]:
-    """Return the parameters among `names` that may be a text by a tool's JSON schema."""
+    """Return the parameters among `names` that a tool's JSON schema lets be a text."""
     properties = schema.get("properties")
     known = properties if isinstance(properties, dict) else {}
     return {name for name in names if _admits_text(known.get(name))}
@@ -191,7 +187,7 @@ def _unquoted(text: str) -> Any:
 
 
 def _tagged(call: Callable[[str], ToolInvocation], text: str) -> Spoken:
-    """Read calls between <tool_call> and </tool_call>; the last may lack its end tag."""
+    """Read calls between <tool_call> and </tool_call>, where the last end tag may be missing."""
     begin = text.find(_OPEN)
     if begin < 0:
         return Spoken(text)
@@ -252,7 +248,7 @@ def _llama3_json(text: str) -> Spoken:
 
 
 def _begins_with_name(text: str) -> bool:
-    """Return whether a turn without a mark is a call: an object with a call's first key."""
+    """Return whether a turn without a mark begins with a call's first key."""
     brace, inside = text.lstrip(_SPACE)[:1], text.lstrip(_SPACE)[1:].lstrip(_SPACE)
     return brace == "{" and inside.startswith(('"name"', '"type": "function"', '"parameters"'))
 
@@ -307,7 +303,6 @@ def _spoken(before: str, found: _Found) -> Spoken:
 
 
 def _call(value: Any) -> ToolInvocation:
-    """Return a JSON object as a call. IllFormed names the missing part."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = {"id": value.get("id"), **value["function"]}
     if not isinstance(value, dict):
@@ -364,7 +359,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
 
 
 def _first_json(text: str) -> tuple[Any, str]:
-    """Return the leading JSON value of a text and the rest, or raise IllFormed."""
+    """Return the leading JSON value of a text and the rest."""
     text = text.lstrip(_SPACE)
     try:
         value, end = _DECODER.raw_decode(text)

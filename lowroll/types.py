@@ -1,8 +1,4 @@
-"""The types that the packages exchange. Standard library only.
-
-A log-prob is in nats, under the distribution that the token was drawn from. Every type survives
-`lowroll.transport.codec` byte for byte.
-"""
+""".0, and they are neither counted nor learned."""
 
 from __future__ import annotations
 
@@ -17,53 +13,51 @@ Message = dict[str, Any]  # of a chat: {"role": ..., "content": ..., and further
 # for another turn; error: the environment failed; abort: it was given up
 Ended = Literal["done", "turns", "length", "tokens", "error", "abort"]
 
-# The limits of a request; a configuration is checked against them before anything is loaded.
+# The limits of a request, which a configuration must also keep.
 MAX_SAMPLES = 1024  # of one prompt
 TEMPERATURES = (1e-4, 1e4)  # beyond these, logits / temperature can leave float32
 PENALTIES = (1e-2, 1e2)
 COUNTED = (-2.0, 2.0)  # presence and frequency penalties, as OpenAI has them
 BIASES = (-100.0, 100.0)
 MAX_BIASES = 1024
-HUB_NAME = r"^[\w.-]+/[\w.-]+$"  # of a model or data set of the hub
+HUB_NAME = r"^[\w.-]+/[\w.-]+$"
 MAX_TOP_LOGPROBS = 20  # likeliest tokens reported at one position
 
 
-# A field that a message omits where it is None: older messages stay readable, and messages without
-# the field keep their bytes.
+# A field that a message omits where it is None, so that older messages stay readable.
 OMITTED: dict[str, Any] = {"omitted": True}
 
 
 class RunFailed(RuntimeError):
-    """A failure of a run with a reason for its user; commands show it as one line."""
+    """A failure of a run that its user can act on; commands show it as one line."""
 
 
 def nearest(
     word: str, known: Iterable[str], show: Callable[[str], str] = str, cutoff: float = 0.6
 ) -> str:
-    """Return " (did you mean x?)", with x formatted by `show`; "" when nothing is near."""
+    """Return " (did you mean x?)" with `show(x)`, or ""."""
     found = get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f" (did you mean {show(found[0])}?)" if found else ""
 
 
 def printable(text: object, most: int = 500) -> str:
-    """Return untrusted text as one line for a terminal: control characters are escaped, and the
-    middle of more than `most` characters is left out."""
+    """Return untrusted text as one line for a terminal, with control characters escaped and the
+    middle of a long text left out."""
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
     return line if len(line) <= most else f"{line[: most // 2]} ... {line[-most // 2 :]}"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One task of an environment. `info` is JSON data for its scorer, such as the gold answer."""
+    """One task of an environment. `info` is its scorer's JSON data, such as the gold answer."""
 
     id: str  # stable and unique within its environment
-    env: str  # name of the environment that made it and scores it
+    env: str  # that made it and scores it
     messages: list[Message]
     info: dict[str, Any] = field(default_factory=dict)
 
     def answered(self, text: str, said: list[Message] | None) -> str | list[Message]:
-        """Return what a scorer judges: the text, or all messages of a conversation. said: its
-        messages after the prompt."""
+        """Return the text, or all messages of a conversation, for a scorer."""
         return text if said is None else [*self.messages, *said]
 
 
@@ -96,8 +90,8 @@ class ScoreError:
 class Request:
     """A request for `n` rollouts of one prompt, checked by `engine.request.validate`.
 
-    The noise of sample i at position t depends on (seed, id, i, t) alone. An empty `id` becomes a
-    digest of the prompt.
+    The noise of sample i at position t depends on (seed, id, i, t) alone. An empty `id` becomes the
+    prompt's digest.
     """
 
     prompt_ids: list[int]
@@ -120,9 +114,9 @@ class Request:
     # subtracted from the logit of a token in the response: once, or once for each occurrence
     presence_penalty: float | None = field(default=None, metadata=OMITTED)
     frequency_penalty: float | None = field(default=None, metadata=OMITTED)
-    # that the response must match, in llguidance's language (`engine.grammar`)
+    # in llguidance's language (`engine.grammar`)
     grammar: str | None = field(default=None, metadata=OMITTED)
-    # id of the request whose sequence this prompt continues: its engine may have the pages
+    # id of the request that this prompt continues: its engine may have the pages
     follows: str | None = field(default=None, metadata=OMITTED)
 
 
@@ -146,7 +140,7 @@ class BehaviorTag:
     kv_dtype: str | None = None  # of stored keys and values; None: the model's dtype
     noise_seed: int | None = None
     noise_sigma: float = 0.0
-    sampler: dict[str, float] = field(default_factory=dict)  # temperature, top_k, top_p, ...
+    sampler: dict[str, float] = field(default_factory=dict)
     seed: int | None = None  # determines the tokens' noise, with request_id and sample
     request_id: str = ""
     sample: int = 0
@@ -159,13 +153,13 @@ class BehaviorTag:
 
 @dataclass(frozen=True)
 class Evictions:
-    """The keys that a bounded cache dropped of one sample, and when. With them the learner scores
-    the policy that the sampler was (`model.replay`).
+    """The keys that a bounded cache dropped of one sample, for a learner that scores the sampler's
+    policy (`model.replay`).
 
-    Compaction i = 1, 2, ... ran after the query at position `after[i - 1]`: later queries do not
-    see what it dropped. `numbers` has shape [layers, heads, after[-1] + 1]: i for a key that
-    compaction i dropped, 0 for one that stayed. An entry is one byte, or two (little-endian) with
-    more than 255 compactions; zlib compresses all of it. Empty without compactions.
+    Compaction i = 1, 2, ... ran after the query at position `after[i - 1]`, for later queries.
+    `numbers` has shape [layers, heads, after[-1] + 1]: i for a key that compaction i dropped, 0 for
+    one that stayed. An entry is one byte, or two (little-endian) with more than 255 compactions,
+    compressed by zlib. Empty without compactions.
     """
 
     layers: int
@@ -187,13 +181,12 @@ class Turn:
 
 @dataclass
 class Rollout:
-    """One sampled response. `logprobs[t]` is of `token_ids[t]`, and a drawn end-of-sequence id is
-    included. `evictions` is None where the engine did not record them. `top_logprobs`, if
-    requested, has the likeliest tokens at each position, with their log-probs, likeliest first and
-    ties by the lower id.
+    """One sampled response, with a drawn end-of-sequence id. `logprobs[t]` is of `token_ids[t]`.
+    `evictions` is None where the engine did not record them. `top_logprobs` has the likeliest
+    tokens at each position, likeliest first and ties by the lower id.
 
-    `turns` are those of a conversation. Tokens between two turns are the environment's: their
-    log-probs are 0.0, and they are neither counted nor learned. None: one turn, all drawn.
+    `turns` are a conversation's, else None. Tokens between them are the environment's: their
+    log-probs are
     """
 
     token_ids: list[int]
@@ -207,7 +200,7 @@ class Rollout:
 
     @property
     def drawn(self) -> list[int]:
-        """Return a mask with 1 for each drawn token and 0 for the environment's."""
+        """Return 1 for each drawn token and 0 for the environment's."""
         if self.turns is None:
             return [1] * len(self.token_ids)
         mask = [0] * len(self.token_ids)
@@ -243,7 +236,7 @@ class Conversation:
 
 @dataclass
 class Group:
-    """The rollouts of one request, in sample order, and the conversations if there are any."""
+    """The rollouts of one request, in sample order."""
 
     request: Request
     rollouts: list[Rollout]
@@ -252,18 +245,18 @@ class Group:
 
 @dataclass
 class Sample:
-    """A scored rollout for the learner. `loss_mask` has one entry for each response token."""
+    """A scored rollout for the learner. `loss_mask` is by response token."""
 
     prompt: Prompt
     prompt_ids: list[int]
     rollout: Rollout
-    # the decoded response (of a conversation its last turn); the learner uses only ids
+    # the decoded response, of a conversation its last turn
     text: str
     score: Score | ScoreError
     advantage: float = 0.0
     loss_mask: list[int] = field(default_factory=list)
     group: int = 0  # index of the group within the batch
-    # shaped reward that entered the group's statistics; None after a ScoreError
+    # the shaped reward in the group's statistics; None after a ScoreError
     reward: float | None = None
     # where it differs from the batch's
     temperature: float | None = field(default=None, metadata=OMITTED)
@@ -274,9 +267,8 @@ class Sample:
 
 @dataclass
 class Batch:
-    """The data of one training step: whole groups, in planned order. `orchestrator`, if present, is
-    the orchestrator's state after this batch as JSON data, so that a checkpoint of the learner
-    holds both."""
+    """The data of one training step: whole groups, in planned order. `orchestrator` is its JSON
+    state after this batch, for the learner's checkpoint."""
 
     step: int
     samples: list[Sample]
@@ -287,7 +279,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Indices of the samples that one forward pass packs, and their token count."""
+    """Indices of the samples in one forward pass, and their token count."""
 
     indices: tuple[int, ...]
     num_tokens: int

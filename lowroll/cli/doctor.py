@@ -24,7 +24,7 @@ OPTIONAL = {
     "datasets": "environments whose prompts lie on the hub",
     "reasoning-gym": "the environments of reasoning-gym",
 }
-# CPU instructions for low-bit and bfloat16 products, as in /proc/cpuinfo
+# for low-bit and bfloat16 products, as in /proc/cpuinfo
 INSTRUCTIONS = (
     "avx2",
     "avx512f",
@@ -344,7 +344,6 @@ def _nvcc_text(nvcc: dict[str, Any] | None) -> str:
 
 
 def _kernel_lines(kernels: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Return a line for each used kernel; only a product's first line names the product."""
     width = max(map(len, kernels))
     lines = []
     for product, answers in kernels.items():

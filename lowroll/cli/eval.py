@@ -147,8 +147,8 @@ def _split_names(words: str | None) -> list[str]:
 
 
 def settings(arguments: argparse.Namespace, preset: Preset | None = None) -> RunConfig:
-    """Return the run's settings with a preset's and the command's options. The positional arguments
-    may begin with a model, which becomes `arguments.model`."""
+    """Return the settings with a preset's and the command's options. The positional arguments may
+    begin with a model, which becomes `arguments.model`."""
     from lowroll.config import ConfigError, from_mapping
 
     files, overrides = split(arguments.settings)
@@ -187,7 +187,6 @@ def settings(arguments: argparse.Namespace, preset: Preset | None = None) -> Run
 def _before(
     arguments: argparse.Namespace, preset: Preset | None, envs: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Return the settings that the user's override: a preset's, and the sets' needs."""
     from lowroll.envs.sets.table import PREFIX
 
     defaults: dict[str, object] = dict(preset.settings) if preset is not None else {}
@@ -221,8 +220,6 @@ def _environments(arguments: argparse.Namespace, preset: Preset | None) -> list[
 
 
 def _name_and_file(word: str, names: Sequence[str]) -> tuple[str, str]:
-    """Return the environment and the file of `--data [NAME=]FILE`; one environment needs no
-    name."""
     name, equals, path = word.partition("=")
     if equals and name in names:
         return name, path

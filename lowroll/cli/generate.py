@@ -141,7 +141,7 @@ def answer(
     try:
         rollouts = engine.generate([request])[0].rollouts
     except ValueError as error:
-        # an engine names the field of its request, which is an option here
+        # the engine names a field, which is an option here
         field, colon, message = str(error).partition(":")
         if not (colon and field.startswith("requests[0].")):
             raise

@@ -1,9 +1,8 @@
 """`lowroll <command>...`: find the command's module, parse its arguments, run it.
 
 Exit codes: 0 done, 1 a run that could not go on (one `error:` line) or a failure of the program
-(its traceback), 2 a user's error (one `error:` line for each problem), 75 a full disk that was not
-waited for, 130, 143 or 129 stopped by SIGINT, SIGTERM or SIGHUP. LOWROLL_DEBUG=1 also shows the
-tracebacks of exit code 2.
+(its traceback), 2 a user's error (an `error:` line for each problem), 75 a full disk, 130, 143 or
+129 stopped by SIGINT, SIGTERM or SIGHUP. LOWROLL_DEBUG=1 also shows the tracebacks of exit code 2.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output ended, as `head` does
+    except BrokenPipeError:  # as with `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, OSError) as error:
@@ -150,8 +149,6 @@ def explain(option: str, words: Sequence[str], parser: ArgumentParser) -> str:
 
 
 def _explain_as_setting(option: str, words: Sequence[str]) -> str | None:
-    """Return how an option that names a setting, such as `--max-steps 20`, is written; else
-    None."""
     from lowroll.config.build import known_keys, last_names
     from lowroll.config.foreign import explain as explain_key
     from lowroll.config.resolve import RunConfig

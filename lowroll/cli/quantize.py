@@ -101,7 +101,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_arguments(arguments: argparse.Namespace, has_budget: bool, is_calibrated: bool) -> None:
-    """Raise ValueError for options without effect, or in contradiction."""
     has_text = arguments.calibration is not None
     sizes = (arguments.calibration_samples, arguments.calibration_length)
     has_sizes = any(size is not None for size in sizes)
@@ -117,7 +116,6 @@ def _check_arguments(arguments: argparse.Namespace, has_budget: bool, is_calibra
 
 
 def _chosen(arguments: argparse.Namespace, device: torch.device) -> str:
-    """Return the format chosen by a budget. ValueError when the folder cannot be written."""
     from pathlib import Path
 
     from lowroll.model.folder import resolve

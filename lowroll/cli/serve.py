@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 GRACE_S = 20.0  # batch systems kill 30 s or more after the signal
 LOOKAHEAD = 8  # decode steps on a GPU between checks for requests
-# Requests come one by one, so their prompts run at once with the decoding rows on a GPU
+# Requests come one by one, so their prompts run at once with decoding rows on a GPU
 # (docs/log/engine.md).
 PROMPTS: dict[str, Any] = {"gather": 0, "max_prefill_tokens": 4096, "one_pass": True}
 SWITCH_S = 0.001  # the engine thread's wait for the GIL, instead of 5 ms
@@ -402,7 +402,7 @@ def words(engine: NativeEngine, device: torch.device) -> str:
 
 
 def adapted(folder: Path, device: torch.device, arguments: argparse.Namespace) -> Transformer:
-    """Return the model in the requested format, by default its own, with a fresh adapter."""
+    """Return the model with a fresh adapter."""
     from lowroll.model import hf, lora
     from lowroll.model.device import dtype_on
     from lowroll.model.headers import exact_format

@@ -48,8 +48,8 @@ _POLL_S = 0.5
 def read_role(
     role: Literal["serve", "orchestrate", "train"], arguments: argparse.Namespace
 ) -> RunConfig:
-    """Return the settings of a role. A trainer with only train.yaml waits for the orchestrator's
-    part. ConfigError for wrong settings, or after WAIT_S."""
+    """Return a role's settings. A trainer with only train.yaml waits for the orchestrator's.
+    ConfigError for wrong settings, or after WAIT_S."""
     from lowroll.config.surogate.roles import NotThereYet, load_role
 
     files, overrides = split(arguments.settings)
@@ -99,8 +99,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_beside_server(arguments: argparse.Namespace, *names: str) -> None:
-    """Raise ValueError for a local model's options beside --server, and for a server's without
-    it."""
+    """Raise ValueError for options of a local model beside --server, or of a server without it."""
     if arguments.server is None:
         for name in ("tokenizer", "token_env"):
             if getattr(arguments, name) is not None:
@@ -117,8 +116,7 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def read_settings(arguments: argparse.Namespace, tell: bool = True) -> RunConfig:
-    """Load the settings that the arguments name, or raise ConfigError. tell: print automatic
-    choices."""
+    """Load the settings of the arguments, or raise ConfigError. tell: print automatic choices."""
     from lowroll.config import ConfigError, load
 
     files, overrides = split(arguments.settings)

@@ -33,7 +33,7 @@ def refusals(spec: ModelSpec) -> dict[str, str]:
 
 
 def weight_bytes(spec: ModelSpec, format: str) -> float:
-    """Return the bytes of a model with linear layers in a format and bfloat16 for the rest."""
+    """Return a model's bytes with linear layers in a format and bfloat16 for the rest."""
     linear = sum(prod(shape) for _, parts, shape in hf_names(spec) if is_linear(parts[0]))
     return (linear * get_format(format).bits + (spec.num_parameters - linear) * 16) / 8
 

@@ -1,8 +1,8 @@
 """`correction: auto`: the choice of a correction by the rollouts and the learner's forward, and
 refused combinations.
 
-The first row of `AUTO` that applies is taken, with the remedy of a paper that trained so.
-`COLLAPSES` are combinations that a paper saw fail; they need `force: true`.
+The first row of `AUTO` that applies is taken. `COLLAPSES` are combinations that a paper saw fail;
+they need `force: true`.
 
     QuRL       low-bit rollouts, a dense learner          acr; Fig. 2, Fig. 3, Tables 1 and 2 show the others fail
     QaRL       a learner in the rollouts' arithmetic      tbpo; Fig. 8 shows gspo drift
@@ -10,19 +10,18 @@ The first row of `AUTO` that applies is taken, with the remedy of a paper that t
     Sparse-RL  a sampler that cannot reach every token    rejection and reweighting (sec. 3)
     QeRL       LoRA on the rollouts' own low-bit base     trains without a correction; tis costs nothing and is safe
 
-A penalty and `min_tokens`, which bans stop ids until then, truncate a sampler like top_p. No
-learner shares a second format (`rollout.large_batch_weights`), so it counts as low-bit rollouts. A
-learner that rounds beside dense rollouts (`train.forward: fp8`) is as far from them as in the
-reverse case.
+A penalty and `min_tokens`, which bans stop ids until then, truncate a sampler like top_p. A second
+format (`rollout.large_batch_weights`) counts as low-bit rollouts that no learner shares. A learner
+that rounds beside dense rollouts (`train.forward: fp8`) is as far from them as in the reverse case.
 
 Another engine's kernels differ in bfloat16 by a few hundredths of a nat, and more for single
 tokens. Yao et al. (2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training")
-saw this ruin runs on vLLM's rollouts, and corrected with truncated weights. A cache that only
-rounds its keys makes a smaller gap of this kind.
+saw this ruin runs on vLLM's rollouts, and corrected with truncated weights. A cache that rounds its
+keys makes a smaller gap of this kind.
 
 Formats that round activations differ from a pretrained learner even with shared codes (LoRA) or an
 aligned learner. A capped weight suits int8's gap; those of nvfp4, int4 and w4a8 are too wide for
-any correction, so the choice stays and the guard advises (`guard.kl_above`, docs/algorithms.md).
+any correction, so the guard advises (`guard.kl_above`, docs/algorithms.md).
 
 GSPO's ratio is a sequence's, so acr, reweight and sparse have no form under it; its corrected form
 is tbpo.
@@ -73,7 +72,6 @@ class Rollouts:
 
     @property
     def words(self) -> str:
-        """Describe the rollouts, such as "use int8 weights and carry noise"."""
         parts = [f"use {self.weights} weights"]
         parts += [f"come from {self.engine}"] if self.foreign else []
         parts += [f"are cut by {', '.join(self.truncated)}"] if self.truncated else []
@@ -241,7 +239,7 @@ def choose_correction(algorithm: str, rollouts: Rollouts) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Collapse:
-    """A correction that fails with a `rollout.kv`, or with a `rollout.weights` when the learner is
+    """A correction that fails with a `rollout.kv`, or with a `rollout.weights` if the learner is
     neither aligned nor on their base (LoRA)."""
 
     correction: str

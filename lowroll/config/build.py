@@ -1,4 +1,4 @@
-"""The checked RunConfig of a document and its overrides. An error names the file, the line, the key
+"""The checked RunConfig of a document and its overrides. Errors name the file, the line, the key
 and the nearest known key.
 
     run.yaml:8: train.max_stepz: unknown key (did you mean max_steps?)
@@ -64,8 +64,7 @@ def build(document: Document, overrides: Overrides = ()) -> RunConfig:
 
 
 def validate(model: type[M], document: Document) -> M:
-    """Check a document against a section's model. One ConfigError has all problems in the file's
-    order."""
+    """Check a document. One ConfigError has all problems in the file's order."""
     try:
         return model.model_validate(document.value)
     except ValidationError as error:
@@ -91,9 +90,8 @@ def override_pairs(overrides: Overrides) -> list[tuple[str, Any]]:
 
 
 def _apply_override(document: Document, key: str, value: Any, mark: Mark) -> None:
-    """Write an override into the document, creating its sections. A value in a short form first
-    gets its long form when the key names a part of it. ConfigError for a key that is not dotted
-    names."""
+    """Write an override into the document, creating its sections. A short form becomes a long one
+    when the key names a part of it. ConfigError for a key that is not dotted names."""
     parts = key.replace("[", ".").replace("]", "").split(".")  # env[0].id is env.0.id
     if not all(parts):
         raise ConfigError(mark.blame("not a dotted key"))
@@ -117,8 +115,8 @@ def _sort_key(line: str) -> tuple[str, int, str]:
 
 
 def _problem_lines(model: type[BaseModel], document: Document, details: ErrorDetails) -> list[str]:
-    """Return the lines of a pydantic error: several for a check of several settings, and for
-    another tool's keys in an unknown section."""
+    """Return the lines of a pydantic error: several for a check of several settings or another
+    tool's keys."""
     loc: Path = tuple(details["loc"])
     if details["type"] == "combination":
         return [_format_problem(document, *problem) for problem in details["ctx"]["problems"]]
@@ -142,7 +140,7 @@ def _document_path(loc: Path, value: Any) -> Path:
         if isinstance(node, dict):
             if part not in node and isinstance(part, int):
                 continue  # the mapping stands for the list's only item
-            node = node.get(part)  # None for a missing key
+            node = node.get(part)
         elif isinstance(node, list) and isinstance(part, int) and part < len(node):
             node = node[part]
         else:
@@ -235,9 +233,9 @@ def _is_number(text: str) -> bool:
 def _unknown_key_hints(
     model: type[BaseModel], path: Path, value: Any
 ) -> Iterator[tuple[Path, str]]:
-    """Yield an unknown key with a hint, or each of another tool's keys in an unknown section. Hints
-    in order: a dotted key's form in a file, another tool's name for a setting unless a key of the
-    section is very near, `_suggest_key`."""
+    """Yield an unknown key, or each of another tool's keys, with the first hint of: a dotted key's
+    form in a file, another tool's setting unless a key of the section is very near,
+    `_suggest_key`."""
     last_name = str(path[-1])
     if "." in last_name and ".".join(map(str, path)) in known_keys(model):
         nested_form = ": {".join(last_name.split(".")) + ": ..." + "}" * last_name.count(".")
@@ -253,7 +251,7 @@ def _unknown_key_hints(
 
 
 def _keys_of_section(model: type[BaseModel], path: Path) -> list[str]:
-    """Return the section's keys at `path`, none for a table. List indices and unknown names are
+    """Return the section's keys at `path`, none for a table. Indices and unknown names are
     skipped."""
     section: type[BaseModel] | None = model
     for part in path:
@@ -263,8 +261,8 @@ def _keys_of_section(model: type[BaseModel], path: Path) -> list[str]:
 
 
 def _suggest_key(model: type[BaseModel], word: str, here: list[str]) -> str:
-    """Return a hint at the probable key, or "". An equal name in another section comes before a
-    near one in the word's own section, whose keys are `here`."""
+    """Return a hint at the probable key. An equal name elsewhere comes before a near one of
+    `here`."""
     key_by_last_name = last_names(model)
     if word in key_by_last_name:
         return f" (did you mean {key_by_last_name[word]}?)"
@@ -277,8 +275,8 @@ def _suggest_key(model: type[BaseModel], word: str, here: list[str]) -> str:
 
 
 def last_names(model: type[BaseModel]) -> dict[str, str]:
-    """Return {last name: key}; of equal names, top keys come before those of `train` and `rollout`,
-    and others last."""
+    """Return {last name: key}. Of equal names, top keys win, then those of `train` and
+    `rollout`."""
     keys = sorted(
         reversed(known_keys(model)),
         key=lambda key: ("." not in key, key.startswith(("train.", "rollout."))),

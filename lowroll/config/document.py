@@ -1,9 +1,4 @@
-"""YAML text as plain values, with the line of every key.
-
-Anchors, aliases, tags, merge keys, several documents and duplicated keys are refused, which
-prevents alias bombs and object construction. Plain scalars follow YAML 1.2 (1e-5 is a number);
-scalars that YAML 1.1 reads otherwise (no, 010, 1:30, 1_000) are refused.
-"""
+""".1 reads otherwise (no, 010, 1:30, 1_000) are refused."""
 
 from __future__ import annotations
 
@@ -37,7 +32,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Mark:
-    """The place of a value, "run.yaml:8" or "override", and its name there."""
+    """The place of a value ("run.yaml:8" or "override") and its name there."""
 
     where: str
     key: str
@@ -64,7 +59,7 @@ class Document:
         return next((self.marks[one] for one in candidates if one in self.marks), None)
 
     def marks_at(self, path: Path) -> dict[Path, Mark]:
-        """Return the marks of a path and beneath it, by their relative paths."""
+        """Return the marks of a path and beneath it, by relative path."""
         length = len(path)
         return {one[length:]: mark for one, mark in self.marks.items() if one[:length] == path}
 
@@ -75,7 +70,7 @@ class Document:
         self.marks |= {(key, 0, *rest): mark for rest, mark in marks.items()}
 
     def move(self, old: Path, new: Path, mark: Mark) -> None:
-        """Move a value and its marks to another section. mark: where it was written."""
+        """Move a value and its marks. mark: where it was written."""
         marks = self.marks_at(old)
         self.put(new, self.drop(old), mark)
         self.marks |= {(*new, *rest): kept_mark for rest, kept_mark in marks.items()}
@@ -204,7 +199,6 @@ def _refuse_unsafe_events(events: Iterator[yaml.Event], name: str) -> None:
 
 
 def _to_plain_value(node: yaml.Node, path: Path, marks: dict[Path, Mark], name: str) -> Any:
-    """Convert a YAML node to plain values, and record the mark of every key."""
     if isinstance(node, yaml.MappingNode):
         return _to_dict(node, path, marks, name)
     if isinstance(node, yaml.SequenceNode):
@@ -285,7 +279,7 @@ def plain(value: Any, where: str) -> Any:
 
 
 def dump_short(tree: dict[str, Any], width: int) -> str:
-    """Return YAML text with a line for each top key, broken at about `width` columns."""
+    """Return YAML text with a line for each top key, of about `width` columns."""
     text = io.StringIO()
     dumper = ConfigDumper(
         text, default_flow_style=True, width=width, allow_unicode=True, sort_keys=False

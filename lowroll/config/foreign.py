@@ -303,7 +303,7 @@ def explain(path: Path) -> str:
 
 
 def foreign_keys(path: Path, value: Any) -> Iterator[Path]:
-    """Yield the foreign keys at `path`: itself, or those in its section."""
+    """Yield the foreign keys at `path` or in its section."""
     if explain(path):
         yield path
     elif isinstance(value, dict):

@@ -1,7 +1,5 @@
 """The sources of settings: a file, or a tree written in Python.
 
-    cfg = load("run.yaml", overrides=["train.max_steps=20"])
-
 A file with a section `orch:` or `infer:` holds Surogate's three files (`surogate/read.py`).
 """
 
@@ -19,7 +17,7 @@ SECTIONS = "lowroll.config.surogate.read:load_sections"  # imported only when ne
 
 
 def load(path: str | FilePath, overrides: Overrides = ()) -> RunConfig:
-    """Read a run's YAML file, apply dotted overrides, check all, and fill in dependent defaults.
+    """Read a run's YAML file, apply overrides, check all, and fill in dependent defaults.
 
     overrides: {"train.max_steps": 20} or ["train.max_steps=20"] (values are YAML; list items by
     index: env.0.id=...). ConfigError, a ValueError, has one line for each problem.

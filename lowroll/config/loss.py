@@ -1,7 +1,7 @@
 """The `loss:` section, with a subsection for each correction that has its own options.
 
-Defaults of shared options are in `lowroll.objectives.table`; a subsection's equal those of its
-function in `lowroll.objectives`, which a test checks.
+Defaults of shared options are in `lowroll.objectives.table`; a test compares a subsection's with
+its function in `lowroll.objectives`.
 """
 
 from __future__ import annotations

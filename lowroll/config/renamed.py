@@ -36,8 +36,7 @@ GONE: dict[str, Gone] = {
 def carry_over(document: Document) -> list[str]:
     """Rename old keys and drop removed ones in the document; return a note for each.
 
-    ConfigError for an old key beside its new one, and for a removed key with another value than the
-    one that still works.
+    ConfigError for an old key beside its new one, and for a removed key with another value.
     """
     notes = []
     for old in (*GONE, *RENAMED):
@@ -62,9 +61,9 @@ def carry_over(document: Document) -> list[str]:
 
 
 def renamed_overrides(pairs: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, Mark]]:
-    """Yield (key, value, mark of the written key) of the overrides by their new names. ConfigError
-    when two keys name the same setting."""
-    written_keys: dict[str, str] = {}  # by the new name
+    """Yield (key, value, mark of the written key) by the new names. ConfigError when two keys name
+    the same setting."""
+    written_keys: dict[str, str] = {}
     for written_key, value in pairs:
         key = _current_name(written_key)
         first_key = written_keys.setdefault(key, written_key)
@@ -82,7 +81,6 @@ def renamed_tree(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _current_name(key: str) -> str:
-    """Return the new name of a dotted key, which may lie beneath a renamed one."""
     for old, new in RENAMED.items():
         if key == old or key.startswith(f"{old}."):
             return new + key[len(old) :]

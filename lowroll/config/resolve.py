@@ -41,19 +41,18 @@ class RunConfig(RunSettings):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return notes on automatic choices and on doubtful settings, one line each."""
+        """Return notes on automatic choices and doubtful settings."""
         return self._notes
 
     @property
     def chosen_options(self) -> tuple[str, ...]:
-        """Return the objective's options chosen by `correction: auto`, which the measured mismatch
-        may widen."""
+        """Return the objective's options of `correction: auto`, which the measured mismatch may
+        widen."""
         return self._chosen
 
     @property
     def given(self) -> str | None:
-        """Return the YAML text that an orchestrator leaves for a trainer (`surogate.roles`), or
-        None."""
+        """Return the YAML text that an orchestrator leaves for a trainer (`surogate.roles`)."""
         return self._given
 
     @property
@@ -84,13 +83,13 @@ class RunConfig(RunSettings):
 
     def resolved(self) -> RunConfig:
         """Return the run with every `auto` and null filled in, except the machine's: device, dtype
-        and the sizes of the learner's passes. Idempotent."""
+        and pass sizes. Idempotent."""
         default_advantage = ALGORITHMS[self.algorithm].advantage
         if self.advantage_function is not None:
             default_advantage = CUSTOM
         correction, reason = correction_of(self)
         options = pair(self.algorithm, correction).options
-        # a correction that does not clip has bounds of None
+        # a correction that does not clip has none
         defaults = {"cap": CAP, **dict.fromkeys(BOUNDS), **options}
         loss_update = {
             name: defaults[name]
@@ -104,7 +103,6 @@ class RunConfig(RunSettings):
             )
         kv = self.rollout.kv and self.rollout.kv.resolved()
         held_out_envs = self.eval.env and tuple(map(named, self.eval.env))
-        # `env` has the environment of data and rewards
         copy = self.model_copy(
             update={
                 "advantage": self.advantage or default_advantage,

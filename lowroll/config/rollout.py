@@ -5,7 +5,6 @@
     rollout.weights: {max_kl: 0.02}       a budget, under which each layer gets a format
     rollout.weights: max_kl=0.02          the same for the command line
     rollout.kv: {policy: rkv, budget: 512, buffer: 128}
-    rollout.kv: {dtype: fp8}
 
 A budget is kept as text (`quant.budget`). Other keys of `rollout.kv` are the policy's options
 (`lowroll.kv.policy.table`).
@@ -80,7 +79,6 @@ class FormatOrBudget:
 
 
 def _check(value: Any, as_section: core_schema.ValidatorFunctionWrapHandler) -> Any:
-    """Return a format or a budget as text; a validation error for anything else."""
     if isinstance(value, dict | WeightBudget):
         return as_section(value)
     if not is_budget(value):
@@ -125,7 +123,6 @@ class KvConfig(Section):
 
     @property
     def kv_dtype(self) -> str | None:
-        """Return `dtype` for an engine and a `BehaviorTag`; None is the engine's own."""
         return None if self.dtype == "auto" else self.dtype
 
     @property
@@ -141,8 +138,8 @@ class KvConfig(Section):
         return KvConfig(policy=self.policy, dtype=self.dtype, **filled(self.policy, self.options))
 
     def another(self, name: str) -> KvConfig:
-        """Return the cache of a `lowroll eval --kv` name, with those of this one's options that its
-        policy has. ValueError lists the names."""
+        """Return the cache of a `lowroll eval --kv` name, with this one's options for its policy.
+        ValueError lists the names."""
         name_parts = name.split("+")
         policy = name_parts[0] if name_parts[0] in POLICIES else "dense"
         dtype: Dtype = "fp8" if name_parts[-1] == "fp8" else "auto"

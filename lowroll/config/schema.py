@@ -55,7 +55,7 @@ from lowroll.quant.table import is_dense
 
 
 class RunSettings(Section):
-    """The keys of a run. Every one but `model` has a default."""
+    """The keys of a run."""
 
     model: Text  # a folder or a hub id
     output_dir: Text = "outputs/run"  # the run's folder, relative to the working directory

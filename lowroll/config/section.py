@@ -31,7 +31,7 @@ Problem = tuple[tuple[Path, ...], str]
 
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
-# a larger learning rate leaves float32 within a step
+# a larger one leaves float32 within a step
 Rate = Annotated[float, Field(gt=0, le=10)]
 NotNegative = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(gt=0, le=1)]
@@ -75,7 +75,7 @@ def one_of(names: Callable[[], Iterable[str]]) -> PlainValidator:
 
 
 def known(value: Any, names: Iterable[str]) -> Any:
-    """Return the value; a validation error unless it is one of the names."""
+    """Return the value; a validation error unless it is a name."""
     if value not in (known_names := list(names)):
         *first_choices, last_choice = [repr(name) for name in known_names]
         expected = f"{', '.join(first_choices)} or {last_choice}" if first_choices else last_choice
@@ -85,7 +85,7 @@ def known(value: Any, names: Iterable[str]) -> Any:
 
 Algorithm = Annotated[str, one_of(lambda: ALGORITHMS)]
 Correction = Annotated[str, one_of(lambda: ("auto", *CORRECTIONS))]
-CUSTOM = "custom"  # the advantage of a run with an advantage_function
+CUSTOM = "custom"  # of a run with an advantage_function
 Advantage = Annotated[str, one_of(lambda: (*ESTIMATORS, CUSTOM))]
 ToolFormat = Annotated[str, one_of(lambda: TOOL_FORMATS)]
 LargeBatchWeights = Annotated[str, one_of(lambda: sorted(large_batch(), key=is_dense))]

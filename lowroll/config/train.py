@@ -98,8 +98,8 @@ class TrainConfig(Section):
 
     @property
     def longest(self) -> int:
-        """The limit on the tokens of a prompt and its response. Automatic sizes do not change it,
-        since a longer sample has its own pass."""
+        """Return the limit on the tokens of a prompt and its response. Automatic sizes do not
+        change it, since a longer sample has its own pass."""
         return self._longest or self.together
 
     @property

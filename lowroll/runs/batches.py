@@ -52,8 +52,7 @@ class RunEnvironments:
 
 class BatchSource:
     """The producer of a run's batches. cfg: with the cache size. `stack` closes the scoring
-    workers. rollout_log, weights, journal: as `Orchestrator`'s. alone: the learner is in this
-    process."""
+    workers. alone: the learner is in this process."""
 
     def __init__(
         self,
@@ -70,8 +69,8 @@ class BatchSource:
         alone: bool = True,
     ) -> None:
         self.alone = alone
-        self._previous_stats: EngineStats | None = None  # at the previous batch
-        # The owner may set this to add metrics.
+        self._previous_stats: EngineStats | None = None
+        # Set by the owner for more metrics.
         self.more: Callable[[Batch], Mapping[str, float]] = lambda _: {}
         self.cfg = cfg
         self.spec = spec
@@ -86,7 +85,7 @@ class BatchSource:
         if cfg.eval.env and cfg.eval.interval:
             eval_scorer = stack.enter_context(environments.scorer(cfg, cfg.eval.env))
         self.evaluations = Evaluations(cfg, spec, rollouts, tasks.held_out, eval_scorer, chat)
-        self._own = orchestrator.estimator(cfg)  # one for all stages
+        self._own = orchestrator.estimator(cfg)
         self.orchestrator = Orchestrator(
             orchestrator.settings(cfg, spec, alone, self._own),
             tasks.envs,
@@ -132,8 +131,7 @@ class BatchSource:
         return self.orchestrator.state()
 
     def _clear_engine(self) -> None:
-        """Drop requests in flight where evaluations need the engine alone, as with noise, which
-        they switch off."""
+        """Drop requests in flight if evaluations need the engine alone, as with noise."""
         if self.cfg.eval.cancel_inflight_rollouts_on_eval or self.cfg.noise is not None:
             self.orchestrator.rollout_buffer.recall()
 
@@ -157,7 +155,7 @@ class BatchSource:
             self.evaluations.resumed(step + 1)
 
     def described(self, batch: Batch) -> dict[str, float]:
-        """Return metrics of a batch's draw and of a bounded cache's savings."""
+        """Return metrics of a batch's draw and of a bounded cache."""
         stats, kv = self.rollouts.stats(), self.rollouts.kv
         metrics = {"rollout/weight_bits": stats.weight_bits}
         if self._previous_stats is not None:
@@ -180,7 +178,7 @@ class BatchSource:
 
 
 def _lengths_by_turn(sample: Sample) -> list[tuple[int, int]]:
-    """Return (tokens before the turn, tokens of the turn) of a sample's turns."""
+    """Return (tokens before the turn, tokens of the turn) by turn."""
     prompt_length, rollout = len(sample.prompt_ids), sample.rollout
     if rollout.turns is None:
         return [(prompt_length, len(rollout.token_ids))]

@@ -4,7 +4,7 @@
                             and later choices (`again`)
 
 A resumed run reads its file; checkpoints hold later choices (`trainer.guard`). Settings then name a
-mixed format (`quant.mixed`), while config.yaml keeps the budget.
+mixed format (`quant.mixed`).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 
 
 def settle(home: RunFolder, compute: Compute, chat: ChatTokenizer, resume: bool) -> RunConfig:
-    """Return a run's settings with a format in place of a budget, from the run's file or a new
-    search. ValueError for a file of another budget."""
+    """Return the settings with a format for a budget, from the run's file or a new search.
+    ValueError for a file of another budget."""
     cfg, path = home.cfg, home.path / FILE
     if not is_budget(cfg.rollout.weights):
         if path.is_file() and not resume:
@@ -59,7 +59,7 @@ def settle(home: RunFolder, compute: Compute, chat: ChatTokenizer, resume: bool)
 
 
 def _search_formats(home: RunFolder, compute: Compute, chat: ChatTokenizer) -> None:
-    from lowroll.runs import format_search  # imported only for such a run
+    from lowroll.runs import format_search
 
     budget, path = home.cfg.rollout.weights, home.path / FILE
     if path.exists():
@@ -92,7 +92,7 @@ def _check_layer_sizes(weights: object, cfg: RunConfig, compute: Compute) -> Non
     model = models.outline("model", cfg.model, compute)
     sizes = {name: prod(linear.weight.shape) for name, linear in model.linears()}
     saved_sizes: dict[str, object] = {}
-    if isinstance(weights, dict):  # `mixed.read` reports anything else
+    if isinstance(weights, dict):
         for sizes_in_format in weights.values():
             if isinstance(sizes_in_format, dict):
                 saved_sizes |= sizes_in_format
@@ -105,11 +105,10 @@ def _check_layer_sizes(weights: object, cfg: RunConfig, compute: Compute) -> Non
 
 
 def named(weights: str, cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -> str:
-    """Return the format of `weights`; a budget is searched on responses to the settings'
-    prompts."""
+    """Return a format; a budget is searched on responses to the settings' prompts."""
     if not is_budget(weights):
         return stored(cfg, compute.dtype) if weights == STORED else weights
-    from lowroll.runs import format_search  # imported only for such a run
+    from lowroll.runs import format_search
 
     found = format_search.search(with_weights(cfg, weights), compute, chat)
     return format_search.register(weights, found, compute.dtype)
@@ -118,10 +117,9 @@ def named(weights: str, cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -
 def again(
     home: RunFolder, budget: str, model: Transformer, samples: Sequence[Sample], step: int
 ) -> tuple[str, dict[str, dict[str, int]]] | None:
-    """Search again with the learner's weights on its responses to a step, and record the result in
-    the run's file. Return the format's name, and the sizes of its layers by format and layer, or
-    None."""
-    from lowroll.runs import format_search  # imported only for such a run
+    """Search again on the learner's responses to a step, and record the result. Return the format's
+    name, and layer sizes by format and layer, or None."""
+    from lowroll.runs import format_search
 
     calibration = format_search.calibration_of(samples)
     if not calibration.sequences:
@@ -168,8 +166,7 @@ def _choices_up_to(kept: Mapping[str, object], step: int) -> list[dict[str, obje
 
 
 def stored(cfg: RunConfig, dtype: torch.dtype) -> str:
-    """Return the low-bit format of the model's folder, whose dense layers have `dtype`. ValueError
-    for a dense model."""
+    """Return the low-bit format of the model's folder. ValueError for a dense model."""
     folder = resolve(cfg.model, weights=False)
     stored_format = exact_format(folder, dtype)
     if stored_format is not None:

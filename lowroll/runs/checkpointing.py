@@ -20,14 +20,13 @@ log = logging.getLogger(__name__)
 
 Tensors = dict[str, dict[str, Any]]
 State = dict[str, Any]
-# The keys of a checkpoint's manifest.
 META = {"command", "config", "base", "read", "step", "tensors", "cache_tokens"}
 SFT_META = META - {"cache_tokens"}
 
 
 class Checkpointing:
-    """The checkpoints of one run. With `resume`, `found` is the one to continue; ValueError when it
-    is another run's."""
+    """The checkpoints of one run. `found` is the one to continue; ValueError when it is another
+    run's."""
 
     def __init__(self, home: RunFolder, resume: bool) -> None:
         self.home = home
@@ -42,7 +41,6 @@ class Checkpointing:
         return identity.run_inputs(self.home.cfg, self.home.command)
 
     def _find(self) -> Checkpoint | None:
-        """Return the checkpoint to continue; None when the run begins again."""
         home = self.home
         try:
             checkpoint = home.store.load(home.asked_step, verified=home.verified)
@@ -57,10 +55,8 @@ class Checkpointing:
         return checkpoint
 
     def _refuse_other_run(self, checkpoint: Checkpoint) -> None:
-        """Raise ValueError for other settings or inputs than this run's, or for a missing piece."""
         meta, cfg = checkpoint.meta, self.home.cfg
-        # Older checkpoints lack two pieces. They are refused for that last, as the other reasons
-        # say more to the user.
+        # Pieces that older checkpoints lack are refused last, as the other reasons say more.
         later_pieces = {"read": None, "cache_tokens": None}
         check_pieces("checkpoint", {**later_pieces, **meta}, META)
         saved_settings = yaml.safe_load(meta["config"])
@@ -96,14 +92,13 @@ class Checkpointing:
         return settings
 
     def _may_change(self, saved: Checkpoint, before: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return further settings that may change after a run that ended without a learning
-        signal."""
+        """Return more settings that may change after a run that ended without a learning signal."""
         final_step = (read_meta(self.home.final) or {}).get("step")
         ended_early = final_step == saved.step < before["train"]["max_steps"]
         return identity.FOR_SIGNAL if ended_early else ()
 
     def identify(self, base: str, beside: Mapping[str, str] | None = None) -> None:
-        """Set the digests of the initial weights and of other inputs."""
+        """Set the digests of the initial weights and other inputs."""
         self.base = base
         self.inputs = self._own_inputs | dict(beside or {})
 
@@ -133,7 +128,7 @@ class Checkpointing:
         ranks: Ranks = ALONE,
         **meta: object,
     ) -> None:
-        """Save `capture()` after `step`, unless it is saved already. ranks: hold shares of it."""
+        """Save `capture()` after `step`, unless it is saved. ranks: hold shares of it."""
         if self._newest == step:
             return
         began = time.monotonic()
@@ -142,7 +137,7 @@ class Checkpointing:
         if ranks.size == 1:
             self.home.save(step, tensors, state, meta)
         else:
-            from lowroll.trainer import sharded_checkpoint  # imported only for such a run
+            from lowroll.trainer import sharded_checkpoint
 
             if ranks.leads:
                 save_checkpoint = partial(self.home.save, step, tensors, state, meta, ranks.size)

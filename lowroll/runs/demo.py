@@ -3,9 +3,9 @@ two cores.
 
 1. Build a Qwen3-shaped model of random weights and a byte-level tokenizer.
 2. Warm-start it by SFT on reverse-text demonstrations.
-3. Train by GRPO with INT8 rollouts and ACR. Evaluate before and after on held-out strings: as
-   sampled in training, at T = 0.5 and greedily, since a sharper policy gains in the first alone.
-4. Measure INT8 and dense engines on the same requests, on this model and on larger layers.
+3. Train by GRPO with ACR. Evaluate before and after on held-out strings: as sampled in training,
+   at T = 0.5 and greedily, since a sharper policy gains in the first alone.
+4. Measure INT8 and dense engines, on this model and on larger layers.
 
 The exit code is 1 unless the held-out reward rose by `MIN_GAIN` as sampled and by `MIN_GREEDY_GAIN`
 greedily.
@@ -76,7 +76,7 @@ CONFIG: dict[str, Any] = {
     "use_cache": True,
 }
 
-# Six layers of Qwen2.5-0.5B: large enough for low precision to be faster on a laptop.
+# Six layers of Qwen2.5-0.5B, where low precision is faster on a laptop.
 LARGER: dict[str, Any] = {
     **CONFIG,
     "hidden_size": 896,
@@ -199,7 +199,7 @@ def held_out_metrics(
     count: int | None = None,
     samples: int = 1,
 ) -> dict[str, float]:
-    """Return the metrics of held-out prompts, without `eval/<env>/` in their names."""
+    """Return the metrics of held-out prompts, without `eval/<env>/`."""
     (env,) = environments.make(cfg.env, cfg.seed).values()
     sampling = replace(orchestrator.eval_sampling(cfg), temperature=temperature)
     with environments.scorer(cfg, cfg.env) as scorer, phases() as on_phase:
@@ -240,8 +240,8 @@ def engine_speed(cfg: RunConfig, model: Path, formats: tuple[str, ...]) -> dict[
 
 
 def larger_speed(cfg: RunConfig, formats: tuple[str, ...]) -> tuple[float, dict[str, float]]:
-    """Return the millions of parameters of realistic layers, and each format's median tokens a
-    second on 64 sequences, 8 a prompt."""
+    """Return the millions of parameters of larger layers, and each format's median tokens a second
+    on 64 sequences."""
     compute, prompts, length, new_tokens = Compute.of(cfg), 8, 16, 8
     master = initialize(Transformer(spec_from_config(LARGER)), cfg.seed).to(compute.device)
     engines = {
@@ -290,8 +290,8 @@ def _tokens_per_second(engine: Engine, requests: list[Request]) -> float:
 
 
 def main(output_dir: str = "outputs/demo", seed: int = 0, device: str = "auto") -> int:
-    """Run the demo and return the exit code. ValueError when the folder holds anything but an
-    earlier demo."""
+    """Run the demo and return the exit code. ValueError when the folder holds anything but a
+    demo."""
     # A second thread gains a third, and loses much on a busy machine (docs/LOG.md).
     torch.set_num_threads(1)
     console = Console()

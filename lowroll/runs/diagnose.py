@@ -1,14 +1,13 @@
 """`lowroll diagnose`: the causes of the gap between the rollouts and the learner, on one batch of
 tokens.
 
-Tokens are drawn once, and their log-probs are taken at points from the engine to the learner:
+Tokens are drawn once, and scored at points from the engine to the learner:
 
     decode    recorded by the engine while it drew them, under its KV cache
     prefill   the engine's weights again, a whole sequence at a time, without any cache
     aligned   the learner's forward in the engine's low-bit arithmetic (`weights.aligned`)
     quantized the same on the dequantized matrices, where the format rounds activations
-    dense     the learner's own forward; named `fp8` or `nvfp4` where `train.forward` is that and
-              the rollouts have another format
+    dense     the learner's own forward; `fp8` or `nvfp4` if `train.forward` differs from the rollouts
 
 Each step has one cause:
 
@@ -18,12 +17,11 @@ Each step has one cause:
     quantized -> dense     weights (where the format leaves activations alone, from aligned)
 
 Rounding amplifies: an order of sums that differs by 1e-7 flips codes of activations, layer by
-layer, until both sides' rounding errors are independent. `staleness` is 0: engine and learner hold
-the newest checkpoint.
+layer, until both sides' rounding errors are independent. `staleness` is 0.
 
-In kl_k1, mean(from - to), the causes add up exactly, with signs; a cause's share is its mean |from
-- to| over the sum of all. The tokens are those of `decode`, so k3 estimates a KL divergence only
-for the whole.
+In kl_k1, mean(from - to), the causes add up exactly; a cause's share is its mean |from - to| over
+the sum of all. The tokens are those of `decode`, so k3 estimates a KL divergence only for the
+whole.
 """
 
 from __future__ import annotations
@@ -69,12 +67,11 @@ ADVICE = {
     "kv": "the cache forgets or rounds what the learner sees; correction auto pays for it (sparse "
     "where keys are dropped)",
 }
-# For rounding that an aligned learner removes.
 ALIGNABLE = (
     "the engine rounds activations and the learner does not; correction auto pays for it, and "
     "train.forward aligned makes it vanish"
 )
-# nats a token, the bound of guard.kl_above; a larger gap cannot be corrected (docs/algorithms.md)
+# The bound of guard.kl_above; a larger gap cannot be corrected (docs/algorithms.md).
 FAR = 0.1  # nats a token
 TOO_FAR = (
     " A KL of {kl:.2g} nats a token is more than a correction can pay for: give the rollouts more bits, "
@@ -127,7 +124,7 @@ class Diagnosis:
             part.logp_diff_max for part in self.parts if part.start in ("decode", "prefill")
         ]
         if cause == "rounding" and max(engine_differences, default=0.0) < NEGLIGIBLE:
-            advice = ALIGNABLE  # an aligned learner rounds as the engine does
+            advice = ALIGNABLE
         reading = f"{self.share(cause):.0%} of the gap comes from {cause}: {advice}"
         if cause in ("weights", "rounding") and self.whole.kl_k3 > FAR:
             reading += "." + TOO_FAR.format(kl=self.whole.kl_k3)
@@ -145,8 +142,8 @@ def attribute(
 ) -> tuple[tuple[MismatchPart, ...], MismatchPart]:
     """Return the parts, in the order of CAUSES, and the whole.
 
-    log_probs: the log-probs [N] of the tokens by point, in order, with the learner's own forward
-    last. segments: each token's sequence [N]. blames_kv: the cache dropped or rounds keys.
+    log_probs: [N] by point, in order, with the learner's own forward last. segments: each token's
+    sequence [N]. blames_kv: the cache dropped or rounds keys.
     """
     rounds_activations = "quantized" in log_probs
     arithmetic_cause = "rounding" if rounds_activations else "kernels"
@@ -189,9 +186,8 @@ def diagnose(
 ) -> Diagnosis:
     """Draw one batch and score it at every point.
 
-    run: a run folder, whose newest checkpoint is used. prompts: user messages; without any
-    `num_prompts` of the environments. n: responses to each. ValueError when nothing was drawn or
-    the run cannot be read.
+    run: a run folder, whose newest checkpoint is used. prompts: user messages, else `num_prompts`
+    of the environments. ValueError when nothing was drawn or the run cannot be read.
     """
     run_cfg = cfg.resolved()
     compute = Compute.of(run_cfg)
@@ -224,8 +220,7 @@ def diagnose(
 
 @dataclass(frozen=True)
 class DrawnSequences:
-    """Rollouts with their prompts, as token ids, and the engine's log-probs [N] of the
-    responses."""
+    """Rollouts with their prompts, and the engine's log-probs [N] of the responses."""
 
     sequences: list[list[int]]
     prompt_lens: list[int]
@@ -274,8 +269,8 @@ def learner_points(
     temperature: float,
     forward: str = "dense",
 ) -> dict[str, Tensor]:
-    """Return the log-probs [N] of the drawn tokens at the learner's points, in order. format: the
-    engine's. forward: `train.forward`. The model stays aligned with the engine."""
+    """Return the log-probs [N] at the learner's points, in order. format: the engine's. forward:
+    `train.forward`. The model stays aligned with the engine."""
 
     def scored() -> Tensor:
         return torch.cat(score(model, drawn.sequences, drawn.prompt_lens, temperature)).cpu()
@@ -289,7 +284,7 @@ def learner_points(
         learner_scores = scored()
     if _rounds_activations(model):
         if model.weight_format is not None and last_point == "dense":
-            # An adapter's base is the codes' matrices already; its dense forward rounds nothing.
+            # An adapter's base is the codes' matrices: its dense forward rounds nothing.
             points["quantized"] = learner_scores
         else:
             with aligned.dequantized(model):
@@ -321,7 +316,6 @@ def _with_formats(
 
 
 def _newest_checkpoint(run: Path) -> Checkpoint | None:
-    """Load a run's newest checkpoint. ValueError for a supervised run."""
     store = Store(run / "checkpoints")
     steps = store.steps()
     if not steps:
@@ -356,7 +350,6 @@ def _cache_notes(able: Capabilities, evictions: float) -> list[str]:
 
 
 def _notes(cfg: RunConfig) -> list[str]:
-    """Describe the settings that the diagnosis leaves out, or that change how it reads."""
     rollout = cfg.rollout
     notes: list[str] = []
     sampler = (rollout.top_k, rollout.top_p, rollout.min_p)

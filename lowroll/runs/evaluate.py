@@ -54,11 +54,11 @@ def evaluate(
 ) -> Rows:
     """Return a row for each environment, format and cache (`results.rows_of`), and their averages.
 
-    weights: formats or budgets; the default is dense and rollout.weights or, where unset, the
-    model's own low-bit format. kv: the default is dense and rollout.kv. All use the same prompts,
-    seeds and cache size, which the first unbounded cache sets; a staged run has its last stage's
-    lengths. each: responses to an example by environment, instead of eval.rollouts_per_example.
-    out: the folder of the results, from which a killed evaluation continues.
+    weights: formats or budgets, by default dense and rollout.weights or the model's own low-bit
+    format. kv: by default dense and rollout.kv. All use the same prompts, seeds and cache size,
+    which the first unbounded cache sets, and the last stage's lengths. each: responses to an
+    example by environment. out: the folder of the results, from which a killed evaluation
+    continues.
     """
     requested_weights = weights or ["dense", _rollouts(cfg)]
     cfg = engines.with_rollout(cfg.resolved().at(cfg.train.max_steps), engine="native")
@@ -82,7 +82,7 @@ def evaluate(
             engine = engines.make(cfg, compute, model, chat, name, workloads)
             cfg = engines.with_rollout(cfg, cache_tokens=engine.stats().cache_tokens)
             for line in prompts.check(cfg, spec, chat, envs, "test"):
-                if line not in known_warnings:  # once for engines of equal capacity
+                if line not in known_warnings:
                     log.warning("%s", line)
                     known_warnings.add(line)
             # All engines get the prompts that fit the smallest cache.
@@ -109,8 +109,7 @@ def evaluate_server(
     each: Mapping[str, int] | None = None,
     out: Path | None = None,
 ) -> Rows:
-    """Return the rows of a served model, as `evaluate`. ValueError when its context is too
-    short."""
+    """Return the rows of a served model. ValueError when its context is too short."""
     cfg = cfg.resolved().at(cfg.train.max_steps)
     context = server.engine.capabilities.context_length
     max_prompt_tokens = context - cfg.rollout.max_tokens
@@ -195,7 +194,7 @@ class _Asker:
             max_prompt_tokens=limits.prompt,
             max_sequence_tokens=limits.sequence,
         )
-        settings = {  # the responses depend on these, so the file is refused for others
+        settings = {  # the file is refused for other ones
             "env": env.name,
             **self._environment(env.name),
             **about,
@@ -267,7 +266,6 @@ def _with_kv(cfg: RunConfig, kv: KvConfig) -> RunConfig:
 
 
 def _rollouts(cfg: RunConfig) -> str:
-    """Return the rollouts' format; if unset, the model's own low-bit format."""
     weights = cfg.rollout.weights
     if "weights" in cfg.rollout.model_fields_set and weights != STORED:
         return weights

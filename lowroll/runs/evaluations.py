@@ -28,14 +28,13 @@ COMPARED = ("reward", "pass_at_1")
 
 class EvaluationEngine(EngineClient, Protocol):
     def without_noise(self, version: int) -> AbstractContextManager[None]:
-        """Draw from a version's weights without noise in the block; restore the engine's exact bits
-        after it."""
+        """Draw without noise in the block; restore the engine's exact bits after it."""
         ...
 
 
 class Evaluations:
     """`eval/*` of a run's policy on the test splits, without noise: before the first step, every
-    `eval.interval` steps and after the last. `now` are the step's settings."""
+    `eval.interval` steps and after the last."""
 
     def __init__(
         self,
@@ -82,8 +81,8 @@ class Evaluations:
     def _measure(
         self, now: RunConfig, version: int, sampled: bool, next_step: int
     ) -> dict[str, float]:
-        """Return `eval/*`, and with `sampled` also `eval/<env>/sampled_*`: the same prompts, drawn
-        like the rollouts."""
+        """Return `eval/*`, and with `sampled` also `eval/<env>/sampled_*`, drawn like the
+        rollouts."""
         began = time.monotonic()
         own = orchestrator.eval_sampling(now)
         as_rollouts = orchestrator.sampling(now)
@@ -128,9 +127,8 @@ def _as_sampled(env: str, metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def around(first: Mapping[str, float], then: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a step's two evaluations: `first` before it, with the compared metrics
-    as `<name>_before`, and `then` after it. Either may be {}."""
-    # Endings of eval/<env>/<name> and eval/<env>/sampled_<name>.
+    """Merge the metrics of a step's two evaluations; compared ones of `first` are named
+    `<name>_before`."""
     compared_endings = tuple(f"{separator}{name}" for separator in "/_" for name in COMPARED)
     metrics = {
         f"{name}_before": value for name, value in first.items() if name.endswith(compared_endings)

@@ -68,8 +68,8 @@ def quantize_folder(
     """Quantize a dense model's linear weights into the new folder `out`.
 
     transform: changes the loaded model in place first (calibration). Other tensors keep their
-    dtype. ValueError, before any writing, for an unknown or dense format, a quantized model or
-    adapter, and unfit sizes; FileExistsError for `out`.
+    dtype. ValueError, before any writing, for an unfit format, model or size; FileExistsError for
+    `out`.
     """
     if get_format(format).dense:
         raise ValueError(f"format: {format} is dense; choose a low-bit format")
@@ -100,8 +100,8 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
     """Write a run's newest checkpoint, or that of `step`, as the new folder `out`.
 
     ValueError, before any writing, for a folder without a run, an unknown kind, an adapter of a run
-    that trains all weights, or another model than the run began with. FileNotFoundError for a
-    missing checkpoint, FileExistsError for `out`.
+    without one, or another base model. FileNotFoundError for a missing checkpoint, FileExistsError
+    for `out`.
     """
     if kind not in KINDS:
         raise ValueError(f"--as: {kind!r} is not one of {', '.join(KINDS)}")
@@ -171,8 +171,7 @@ def _export_adapter(folder: Path, out: Path, kind: str, step: int | None) -> Exp
 
 
 def _load_learner(cfg: RunConfig, saved: Checkpoint, run: Path) -> tuple[Transformer, Compute]:
-    """Load the checkpoint's learner on the CPU. ValueError when the run began with other
-    weights."""
+    """Load the checkpoint's learner on the CPU. ValueError for another base model."""
     cfg = cfg.model_copy(update={"device": "cpu"})
     cpu_compute = Compute.of(cfg)
     dtypes = [cpu_compute.dtype]
@@ -192,7 +191,6 @@ def _load_learner(cfg: RunConfig, saved: Checkpoint, run: Path) -> tuple[Transfo
 def _save_merged(
     model: Transformer, out: Path, source: Path, batch: Batch | None = None
 ) -> PolicyGap | None:
-    """Save the learner as one dense model; return its gap, from rounded sums."""
     scores_before = None if batch is None else scores(model, batch)
     hf.save(lora.merge(dequantize_base(model)), out, tokenizer_from=source)
     if batch is None or scores_before is None:
@@ -201,13 +199,12 @@ def _save_merged(
 
 
 def _save_rollout(rollout: Transformer, out: Path, source: Path) -> str | None:
-    """Save the engine's model, with an adapter's base in the folder `base`. Return limits for other
-    tools."""
+    """Save the engine's model, with an adapter's base in `base`. Return limits for other tools."""
     adapters = {name: linear.adapter for name, linear in rollout.linears()}
     if all(adapter is None for adapter in adapters.values()):
         hf.save(rollout, out, tokenizer_from=source)
         return _compatibility_note(rollout)
-    for _, linear in rollout.linears():  # the base's files are without the adapter
+    for _, linear in rollout.linears():
         linear.adapter = None
     base_files = hf.contents(rollout)
     for name, linear in rollout.linears():

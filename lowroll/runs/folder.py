@@ -69,23 +69,23 @@ def resumes_by_config(cfg: RunConfig) -> bool:
 
 
 class RunFolder:
-    """`output_dir` of a configuration, for grpo or sft. alone: one process makes the run; with
-    roles the orchestrator writes the rollouts (`runs.roles`)."""
+    """`output_dir` of a configuration. alone: False for a run with roles, whose orchestrator writes
+    the rollouts (`runs.roles`)."""
 
     verified = False  # the requested checkpoint was just verified
 
     def __init__(self, cfg: RunConfig, command: str, alone: bool = True) -> None:
         self.alone = alone
-        self.attempt = 0  # the number of this launch, with the lock
+        self.attempt = 0  # of this launch
         self.cfg = cfg
         self.command = command
         self.path = Path(cfg.output_dir)
         self.final = self.path / FINAL
         self.store = Store(self.path / "checkpoints", cfg.ckpt.keep_last, cfg.ckpt.keep_interval)
         self.space = Space(cfg.ckpt.wait_for_space)
-        self.recorder: Recorder  # of a begun or resumed run
+        self.recorder: Recorder
         self.published = False  # final/ is of this attempt
-        self.trackers: Trackers | None = None  # until the attempt ends
+        self.trackers: Trackers | None = None
         # None is the newest. A restarted role resumes where it was.
         resume_step = cfg.ckpt.resume_step
         self.asked_step = None if resume_step == -1 or not alone else resume_step
@@ -150,8 +150,8 @@ class RunFolder:
             )
 
     def _obstacles(self, command: str | None, overwrite: bool) -> Iterator[str]:
-        """Describe each thing that a run would overwrite although no run made it. command: of the
-        run here, if any. overwrite: remove that run."""
+        """Describe each thing that a run would overwrite although no run made it. overwrite: remove
+        the run."""
         for name in (self.store.folder.name, LOGS, ENVIRONMENTS, *BATCHES):
             path = self.path / name
             if os.path.lexists(path) and not path.is_dir():
@@ -244,8 +244,7 @@ class RunFolder:
         self.trackers = Trackers(self.cfg.track, tracked_run)
 
     def keep_batch(self, name: str, batch: Batch) -> Path:
-        """Write a batch into one of the folders BATCHES; return its file. `rollouts` omit
-        evictions."""
+        """Write a batch into one of BATCHES; return its file. `rollouts` omit evictions."""
         folder = self.path / name
         if name == "rollouts":
             batch = without_evictions(batch)
@@ -280,7 +279,6 @@ class RunFolder:
         self.space.write(path, lambda: write_file(path, (first_line + self._settings).encode()))
 
     def _clear_roles(self) -> None:
-        """Remove the roles' shared files."""
         orchestrator = self.path / "orchestrator"
         for path in _entries(orchestrator / "spool"):
             if _SPOOL_FILE.fullmatch(path.name):

@@ -1,4 +1,4 @@
-"""The search of formats for a budget (`weights.budget`), on responses of the dense model."""
+"""The search of formats for a budget (`weights.budget`), on the dense model's responses."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def of_model(
     dtype: torch.dtype | None = None,
     text: Path | None = None,
 ) -> str:
-    """Return the format of `weights` for a model without a run. text: the calibration text; by
-    default responses to PROMPTS."""
+    """Return the format of `weights` for a model without a run. text: by default responses to
+    PROMPTS."""
     if not is_budget(weights):
         return weights
     cfg = from_mapping({"model": str(source), "rollout": {"weights": weights}})
@@ -76,8 +76,7 @@ def of_model(
 
 
 def search(cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -> Allocation:
-    """Search formats for the settings' budget, on the dense model's responses to the run's
-    prompts."""
+    """Search formats on the dense model's responses to the run's prompts."""
     model = _dense_model(cfg, compute)
     with phases() as on_phase:
         on_phase("budget: draw", 0, 1)
@@ -146,8 +145,8 @@ def _draw(
     n: int = 1,
     most: int = RESPONSE_TOKENS,
 ) -> Calibration:
-    """Draw `n` responses of the dense model to each prompt of `texts`, or of the run's
-    environments. most: tokens of a response."""
+    """Draw `n` responses to each prompt of `texts`, or of the run's environments. most: tokens of
+    each."""
     prompt_requests = first_requests(cfg, model.spec, chat, texts, NUM_PROMPTS, n)
     longest = max(len(request.prompt_ids) for request in prompt_requests)
     space = model.spec.max_position - longest

@@ -51,18 +51,18 @@ def run(
     """Train by a YAML file, a nested mapping or a RunConfig. overrides: dotted keys,
     {"train.max_steps": 20}.
 
-    In Python an environment's `id` may be a class, `reward_funcs` functions, and `data` rows: see
-    `lowroll.envs.cells`.
+    In Python an environment's `id` may be a class, `reward_funcs` functions, and `data` rows
+    (`lowroll.envs.cells`).
 
-    ValueError, before training, names what is wrong with configuration, model, data or folder. A
-    folder with a begun run is refused; `resume` continues its newest undamaged checkpoint;
-    `overwrite` replaces only the run's files. SIGINT, SIGTERM and SIGHUP finish the step, write a
-    checkpoint and return. A run whose dynamic sampling finds no learning signal ends early.
+    ValueError, before training, names the invalid setting, model, data or folder. A folder with a
+    begun run is refused; `resume` continues its newest undamaged checkpoint; `overwrite` replaces
+    only the run's files. SIGINT, SIGTERM and SIGHUP finish the step, write a checkpoint and return.
+    A run without a learning signal ends early.
     """
     cfg, environment_files = configuration.read(config, overrides or {})
     resume = resume or resumes_by_config(cfg)
     if cfg.launcher != "none":
-        from lowroll.runs.roles.supervisor import launch  # imported only for such a run
+        from lowroll.runs.roles.supervisor import launch
 
         return launch(cfg, environment_files, resume=resume, overwrite=overwrite)
     if problems := one_process_problems(cfg):

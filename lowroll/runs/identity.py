@@ -28,8 +28,8 @@ from lowroll.model.families.base import MixtureSpec, Rope
 from lowroll.model.folder import TOKENIZER_FILES, resolve
 from lowroll.model.spec import ModelSpec, read_config, read_spec
 
-# Settings that a resumption may change: they do not affect a step's computation. The guard and
-# `no_signal` act between steps; the number of GPUs changes only the order of sums.
+# Settings that a resumption may change: they do not affect a step's computation. The number of GPUs
+# changes only the order of sums.
 MAY_CHANGE = (
     "output_dir",
     "ckpt",
@@ -55,7 +55,7 @@ MAY_CHANGE = (
     "train.gpus",
     "train.sharding",
 )
-# After a run that ended for lack of a learning signal.
+# After a run that ended without a learning signal.
 FOR_SIGNAL = ("dapo.dynamic_sampling", "dapo.max_rounds")
 # Settings that older checkpoints lack, with their values then.
 ADDED: dict[str, object] = {
@@ -148,8 +148,8 @@ def _config_values(source: str | Path, key: str = "model") -> dict[str, str]:
 
 
 def _spec_values(spec: ModelSpec) -> dict[str, str]:
-    """Return a spec's fields as the first runs recorded them, so that old checkpoints compare: a
-    later field is included only when it is not at its default."""
+    """Return a spec's fields as the first runs recorded them: later fields only if they are not at
+    their default."""
     values = {}
     parts: tuple[ModelSpec | MixtureSpec, ...] = (spec, spec.mixture)
     for part in parts:
@@ -172,7 +172,6 @@ def _spec_values(spec: ModelSpec) -> dict[str, str]:
 
 
 def _describe_scaling(rope: Rope) -> str:
-    """Return a rope's scaling as the first runs recorded it, which knew only Llama 3's."""
     scaling = rope.scaling
     if scaling is None or scaling.kind != "llama3":
         return repr(scaling)
@@ -233,8 +232,8 @@ def refuse_other_files(saved: Mapping[str, str] | None, now: Mapping[str, str]) 
 def refuse_other_settings(
     saved: dict[str, Any], cfg: RunConfig, more: tuple[str, ...] = (), of: str = "the checkpoint"
 ) -> None:
-    """Raise ValueError naming settings that differ from the saved ones and may not. more: settings
-    that may change too."""
+    """Raise ValueError naming settings that differ and may not. more: settings that may change
+    too."""
     saved_settings = ADDED | _flatten({"chat_template_kwargs": {}} | renamed_tree(saved))
     current_settings = _flatten(cfg.tree())
     may_change = (*_may_change(cfg), *more)
@@ -300,7 +299,6 @@ def _is_moved_file(before: object, after: object) -> bool:
 def _raise_if_changed(
     what: str, before: Mapping[str, Any], after: Mapping[str, Any], show: Callable[[Any], str]
 ) -> None:
-    """Raise ValueError naming the first keys that differ. show: formats a value."""
     changed_keys = sorted(
         key for key in before.keys() | after.keys() if before.get(key) != after.get(key)
     )

@@ -64,7 +64,7 @@ class Publisher(Protocol):
         ...
 
     def publish(self, version: int) -> Mapping[str, float]:
-        """Publish the learner's weights as a version; return `weights/*` of the changes."""
+        """Publish the learner's weights; return `weights/*` of the changes."""
         ...
 
     def update(self, version: int) -> None: ...
@@ -76,8 +76,7 @@ class Publisher(Protocol):
 
 @dataclass(frozen=True)
 class Policy:
-    """The model that learns and its tokenizer. Each of `ranks` may hold a part. base: the digest of
-    the initial weights."""
+    """The model that learns and its tokenizer. base: the digest of the initial weights."""
 
     model: Transformer
     base: str
@@ -104,8 +103,7 @@ def refuse_others(ranks: Ranks, base: str, cfg: RunConfig) -> None:
 
 class Learner:
     """The learner of a run. All ranks make the same calls and follow rank 0's monitor. deadline_s:
-    for a batch. whole: the model to be saved, where ranks hold parts; the publisher keeps it up to
-    date."""
+    for a batch. whole: the model to be saved, which the publisher updates, if ranks hold parts."""
 
     def __init__(
         self,
@@ -149,9 +147,9 @@ class Learner:
             before_first=self._first_look,
             deadline_s=deadline_s,
         )
-        self.made = 0  # the last step
+        self.made = 0
         self._batch: Batch | None = None
-        self.drawn: State = {}  # the orchestrator's state after the last batch
+        self.drawn: State = {}
 
     @property
     def version(self) -> int:
@@ -165,7 +163,7 @@ class Learner:
         return about(self.cfg, self.compute, self.model.spec)
 
     def restore(self) -> Checkpoint | None:
-        """Restore the newest undamaged checkpoint, before `go_on`; None without one. ValueError for
+        """Restore the newest undamaged checkpoint, before `go_on`, or return None. ValueError for
         another run's."""
         checkpoint = self.checkpoints.take()
         if checkpoint is None:
@@ -253,7 +251,6 @@ class Learner:
         return metrics
 
     def _agree(self) -> None:
-        """Give all ranks the monitor state of rank 0."""
         if self.ranks.size > 1:
             leader_state = self.ranks.tell(json.dumps(self.monitor.state()).encode())
             self.monitor.restore(json.loads(leader_state))
@@ -289,7 +286,6 @@ class Learner:
         )
 
     def _peak_memory(self) -> int:
-        """Return the peak bytes on the device, on a CPU those of the process."""
         if self.compute.device.type == "cuda":
             return torch.cuda.max_memory_allocated() + self.publisher.hidden_bytes
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -27,7 +27,7 @@ MAX_WIDENED = 4
 
 
 class Monitor:
-    """The guard and the first look of a run. budget: of the rollouts' format, if any."""
+    """The guard and the first look of a run. budget: of the rollouts' format."""
 
     def __init__(self, cfg: RunConfig, budget: str = "") -> None:
         self.cfg = cfg
@@ -84,7 +84,7 @@ class Monitor:
             )
 
     def look(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return `guard/*` of a step; its decisions hold from the next one on."""
+        """Return `guard/*` of a step; decisions hold from the next one on."""
         if step == 1 and metrics.get("kv/evictions") == 0:
             policy = self.cfg.rollout.cache.policy
             self.on_note(
@@ -143,7 +143,7 @@ def fallen_to(state: Mapping[str, Any]) -> str | None:
 
 
 def _format_of(guard_state: Mapping[str, Any]) -> str | None:
-    """Register and return the format of a guard's state; None for the initial one."""
+    """Register and return a guard's format; None for the initial one."""
     if guard_state.get("formats"):
         mixed.read(guard_state["formats"])
     elif not guard_state.get("fallbacks"):

@@ -60,7 +60,7 @@ def publish_adapter(
     gap = None
 
     def write(target: Path) -> None:
-        nonlocal gap  # measured on the written adapter
+        nonlocal gap
         lora.write(model, target, cfg.model, source, scale, revision)
         if batch and is_base_changed:
             gap = _measure_gap(source, target, model, batch)
@@ -102,8 +102,7 @@ def newest_batch(run: Path, step: int, most: int = 4096) -> Batch | None:
 
 
 def excerpt(batch: Batch, most: int = 4096) -> Batch | None:
-    """Return at most `most` tokens of a batch's rollouts, alternating between groups and without
-    dropped rollouts, or None."""
+    """Return at most `most` tokens of a batch's rollouts, alternating between groups, or None."""
     kept_samples: list[Sample] = []
     tokens_left = most
     learned_samples = [sample for sample in batch.samples if sample.group >= 0]
@@ -116,13 +115,13 @@ def excerpt(batch: Batch, most: int = 4096) -> Batch | None:
 
 
 def scores(model: Transformer, batch: Batch) -> Tensor:
-    """Return `token_scores` of the dense forward, without noise, at the batch's temperature."""
+    """Return `token_scores` of the dense forward, without noise."""
     with aligned.suspended(model), noise.muted(model):
         return token_scores(model, batch, batch.temperature)
 
 
 def token_scores(model: Transformer, batch: Batch, temperature: float) -> Tensor:
-    """Return the log-probs [N] of a batch's response tokens as the model is, on the CPU."""
+    """Return the log-probs [N] of a batch's response tokens, on the CPU."""
     sequences = [sample.prompt_ids + sample.rollout.token_ids for sample in batch.samples]
     prompt_lens = [len(sample.prompt_ids) for sample in batch.samples]
     return torch.cat(score(model, sequences, prompt_lens, temperature)).cpu()

@@ -1,8 +1,7 @@
 """The checks of `--dry-run`, which find in seconds what would end a run before its first step.
 
-Nothing is written. Environments are made, and a few of their own answers are scored in a real
-worker. Of models only the configuration, the tokenizer and the headers of the weights are read. All
-problems are collected.
+Nothing is written. A few of the environments' own answers are scored in a real worker. Of models
+only the configuration, the tokenizer and the headers of the weights are read.
 """
 
 from __future__ import annotations
@@ -120,8 +119,7 @@ def _place(cfg: RunConfig, found: Findings) -> devices.Placement | None:
 
 
 def _with_formats(cfg: RunConfig, found: Findings) -> RunConfig:
-    """Return the settings with the folder's format for `stored`, and 8 bits for a budget, whose
-    search needs a run."""
+    """Return the settings with 8 bits for a budget, whose search needs a run."""
     weights = cfg.rollout.weights
     if cfg.launcher != "none" or not (weights == STORED or is_budget(weights)):
         return cfg
@@ -198,7 +196,6 @@ def _learner(cfg: RunConfig, compute: Compute, found: Findings) -> Transformer:
 
 
 def _outline(key: str, source: str, compute: Compute, found: Findings) -> Transformer:
-    """Return a model's shapes, after a check of local weights' headers."""
     folder = resolve(source, weights=False, key=key)
     if Path(source).expanduser().is_dir():
         spec, _, _ = read_headers(folder)
@@ -278,7 +275,6 @@ def _score_by_worker(
     found: Findings,
     chat: ChatTokenizer | None,
 ) -> list[Score | ScoreError]:
-    """Return the scores of one real worker; [] when there is none."""
     env_configs = tuple(env_config for env_config in cfg.env if env_config.name == env.name)
     one_worker_cfg = cfg.model_copy(update={"score": cfg.score.model_copy(update={"workers": 1})})
     tasks = [(_prompt_for_scorer(prompt, text, cfg, chat), text) for prompt, text in responses]
@@ -308,7 +304,6 @@ def _vllm_memory(cfg: RunConfig, compute: Compute) -> str:
 
 
 def _check_settings(cfg: RunConfig) -> None:
-    """Build the settings of the learner's parts. ValueError for invalid ones."""
     for build in (trainer.learn, trainer.optim, trainer.guard, trainer.noise):
         build(cfg)
     if cfg.train.optimizer == "adamw8bit":

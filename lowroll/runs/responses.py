@@ -43,8 +43,8 @@ class Responses:
             self._append([{"kind": "asked", **asked}])
 
     def missing(self, draws: Sequence[PromptDraw]) -> list[PromptDraw]:
-        """Return the draws without responses. The other examples get their prompts, which the file
-        does not hold. ValueError for a different prompt."""
+        """Return the draws without responses, and give the other examples their prompts. ValueError
+        for a different prompt."""
         missing = []
         for draw in draws:
             id, prompt_digest = draw.request.id, _prompt_digest(draw)
@@ -102,8 +102,7 @@ class Responses:
             self._lines += len(sealed_lines)
 
     def _read(self, path: Path, asked: dict[str, Any]) -> None:
-        """Read the file, and remove a torn last line. ValueError for a damaged file or other
-        settings."""
+        """Read the file. ValueError for damage or other settings."""
         entries = _read_complete_lines(path)
         self._lines = len(entries)
         for number, entry in enumerate(entries, 1):

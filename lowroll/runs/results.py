@@ -60,8 +60,7 @@ class EngineAnswers:
 
 
 def shown(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return (column names, cells of each line), with shares in percent, without uninformative
-    columns."""
+    """Return (column names, cells of each line), without uninformative columns."""
     engine_keys = [
         key for key in ("weights", "kv", "server", "model") if any(key in row for row in rows)
     ]
@@ -87,7 +86,7 @@ def shown(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     if not any((row.get("n") or 1) > 1 for row in rows):
         for name in ("k", "pass@k %", "maj@k %"):  # need several responses to an example
             del columns[name]
-    # Beside "-", the texts of an evaluation without problems.
+    # Beside "-", the texts without problems.
     usual_texts = {"too long": "0", "env failed": "0", "unscored %": "0.0"}
     head, cells = [], []
     for name, format_cell in columns.items():
@@ -213,7 +212,6 @@ def _average_row(
 def _paired_difference(
     side: Sequence[EngineAnswers], base: Sequence[EngineAnswers], seed: int
 ) -> dict[str, float]:
-    """Return the difference of pass@1 to the first engine's over the examples that both scored."""
     differences_by_env = []
     for answers, base_answers in zip(side, base, strict=True):
         shares, base_shares = answers.shares, base_answers.shares
@@ -227,8 +225,7 @@ def _paired_difference(
 def folder_of(
     cfg: RunConfig, each: Mapping[str, int], model: Path | None, server: str | None = None
 ) -> Path:
-    """Return the default folder of an evaluation, which depends on its settings and the model's
-    files."""
+    """Return an evaluation's default folder, by its settings and the model's files."""
     model_files: list[list[Any]] = []
     if model is not None:
         for entry in sorted(os.scandir(model), key=lambda entry: entry.name):
@@ -260,7 +257,7 @@ def leave(
 
 
 def failures(measured: Sequence[EngineAnswers]) -> dict[str, list[Failure]]:
-    """Return the examples with an unsolved response of some engine, with all engines' attempts."""
+    """Return the examples with an unsolved response, with all engines' attempts."""
     failures_by_env: dict[str, list[Failure]] = {answers.env: [] for answers in measured}
     for name, env_failures in failures_by_env.items():
         per_engine = [answers for answers in measured if answers.env == name]

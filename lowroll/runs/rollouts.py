@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 
 class RolloutEngine:
-    """The engine over a learner's weights, as the orchestrator's client. planner: sizes its cache.
-    cache_tokens: of a resumed run; ValueError when they do not fit. `cfg` has the cache size."""
+    """The engine over a learner's weights, as the orchestrator's client. cache_tokens: of a resumed
+    run; ValueError when they do not fit. `cfg` has the cache size."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class RolloutEngine:
         self.cfg = engines.with_rollout(cfg, cache_tokens=self.cache_tokens)
         self.noise = trainer.noise(cfg)
         self.in_flight: InFlight = "replay" if cfg.asynchrony.partial == "replay" else "keep"
-        # The owner may set this: it is called before the engine is replaced.
+        # Set by the owner; called before the engine is replaced.
         self.before_end: Callable[[], object] = lambda: None
         self.watch = self._watch()
 
@@ -70,7 +70,7 @@ class RolloutEngine:
 
     @property
     def cache_tokens(self) -> int | None:
-        """Return the size of the KV cache of lowroll's own engine."""
+        """Return the cache size of lowroll's own engine."""
         return self.engine.stats().cache_tokens if self.cfg.rollout.engine == "native" else None
 
     def generate(self, requests: list[Request], on_progress: Progress | None = None) -> list[Group]:
@@ -89,8 +89,7 @@ class RolloutEngine:
         return self.engine.so_far(handle)
 
     def publish(self, version: int) -> Mapping[str, float]:
-        """Load a version's weights into the engine; return `weights/*`. RunFailed if they did not
-        arrive."""
+        """Load a version's weights; return `weights/*`. RunFailed if they did not arrive."""
         self.update(version)
         self._check_arrival(version)
         return {} if self.watch is None else self.watch.measure()
@@ -133,8 +132,7 @@ class RolloutEngine:
         return self.engine.stats().virtual_memory_bytes
 
     def change_format(self, weights: str) -> None:
-        """Replace the engine by one of another format, with a smaller cache if the old size does
-        not fit."""
+        """Replace the engine by one of another format, with a smaller cache if need be."""
         cfg = self.cfg
         if cfg.train.forward == "aligned":
             realign(self.model, self.compute.format(weights))

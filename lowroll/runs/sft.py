@@ -53,8 +53,8 @@ _SFT = Mirror(SftSettings, SftConfig, TrainConfig, RunConfig, given=("optim",))
 def run_sft(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) -> RunResult:
     """Train by `cfg.sft`, and `cfg.train` for shared settings.
 
-    The trained model or adapter is `output_dir/final`. Folder, `resume`, `overwrite` and signals
-    are as in `lowroll.run`.
+    The trained model or adapter is `output_dir/final`. Other arguments and signals are as in
+    `lowroll.run`.
     """
     refuse_ranks(cfg)
     cfg = cfg.resolved()
@@ -79,7 +79,7 @@ def refuse_ranks(cfg: RunConfig) -> None:
 
 
 def warm_start(cfg: RunConfig, source: Path, target: Path) -> dict[str, float]:
-    """Train the model of folder `source` and publish it as `target`; return the last metrics."""
+    """Train the model of folder `source`, publish it as `target`, and return the last metrics."""
     cfg = cfg.model_copy(update={"model": str(source)})
     learner = _build_learner(cfg, Compute.of(cfg))
     metrics: dict[str, float] = {}
@@ -145,7 +145,7 @@ def publish(cfg: RunConfig, learner: SftLearner, step: int, target: Path) -> Non
 def progress(steps: int) -> Iterator[Callable[[Record], str]]:
     """Yield `show(record)`, which returns a step's line, moves the bar and prints some lines."""
     began = time.monotonic()
-    first_step = 0  # of this attempt
+    first_step = 0
     with phases() as on_phase:
 
         def show(record: Record) -> str:
@@ -205,8 +205,8 @@ def _describe_run(cfg: RunConfig, compute: Compute, learner: SftLearner) -> Mapp
 
 
 def plain(cfg: RunConfig) -> RunConfig:
-    """Return the settings without those of the following run, such as the aligned forward and a
-    rollout budget. ValueError for an adapter on a budget's base."""
+    """Return the settings without those of the following run. ValueError for an adapter on a
+    budget's base."""
     dense_settings = {"uaq_scale": None, "forward": "dense", "backward": "dense"}
     if is_budget(cfg.rollout.weights):
         if cfg.train.lora:
@@ -233,8 +233,7 @@ def examples(cfg: RunConfig) -> list[Demonstration]:
 def demonstrations(
     envs: Sequence[tuple[Environment, float]], count: int, seed: int = 0
 ) -> list[Demonstration]:
-    """Return at most `count` gold answers of training tasks, one for each task. envs: with their
-    weights in the draw.
+    """Return at most `count` gold answers of training tasks, one for each task. envs: with weights.
 
     Tasks without an answer are skipped, and an environment is left after 2 * count tasks, since an
     endless one may have no answers. ValueError if none has any.
@@ -242,7 +241,7 @@ def demonstrations(
     rng = random.Random(f"demonstrations/{seed}")
     examples: list[Demonstration] = []
     next_tasks = [0] * len(envs)
-    open_envs = list(range(len(envs)))  # indices of those that may have further tasks
+    open_envs = list(range(len(envs)))
     while open_envs and len(examples) < count:
         open_weights = [envs[e][1] for e in open_envs]
         drawn = rng.choices(open_envs, open_weights)[0]

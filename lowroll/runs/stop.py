@@ -1,7 +1,7 @@
 """The request to stop: SIGINT, SIGTERM and SIGHUP let a run finish its step and write a checkpoint.
 
 first signal     a step that still generates or scores after DROP_S is dropped
-second signal    its usual effect; within ECHO_S it counts as the first, as shells often send two
+second signal    its usual effect; within ECHO_S it is ignored, as shells often send two
 END_S later      the process ends without a checkpoint
 """
 
@@ -101,8 +101,8 @@ class Stop:
 
 
 def leave_lost_outputs() -> None:
-    """Redirect a closed terminal or broken pipe to nowhere: its end often comes with the stop, and
-    the run must still reach its checkpoint."""
+    """Redirect a closed terminal or broken pipe to nowhere, so that the run still reaches its
+    checkpoint."""
     for descriptor in (1, 2):
         poll = select.poll()
         poll.register(descriptor, 0)

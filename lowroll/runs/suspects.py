@@ -9,14 +9,14 @@ entropy of the learner's distribution there:
                 narrower than recorded, positive when it was wider. A mismatch of KL k can move it by
                 up to sqrt(2 k) standard deviations of -l - H; a rare token that was not drawn by
                 Bernstein's bound.
-    distance    Rounding of the dtype explains mean |l - b|, with the learner in the rollouts'
-                arithmetic. For a larger one variants of the learner score an excerpt: other
-                temperatures, rotary bases and scalings of positions. A close one is named.
-    prompts     A model finds prompts as unlikely as random text when they are not in its own tokens;
-                a template's marks are single tokens of its own tokenizer.
+    distance    Rounding explains mean |l - b|, with the learner in the rollouts' arithmetic. For a
+                larger one variants of the learner score an excerpt: other temperatures, rotary
+                bases and scalings. A close one is named.
+    prompts     Foreign tokens are as unlikely as random text, and a foreign template's marks are
+                several tokens.
 
-All are estimates from one batch, each needs SIGMAS standard errors, and a finding is a warning.
-Cuts, evictions and noise of the rollouts' own settings are no fault.
+Each needs SIGMAS standard errors, and a finding is a warning. Cuts, evictions and noise of the
+rollouts' own settings are no fault.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ log = logging.getLogger(__name__)
 
 SIGMAS = 6.0
 LEAST_TOKENS = 200  # for the statistics of a sampler
-LARGEST_KL = 0.2  # above it E[w] depends on tokens that a batch does not have
+LARGEST_KL = 0.2  # above it E[w] depends on unseen tokens
 ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.08, torch.float16: 0.08}  # mean |l - b|, nats
-ROUNDED_TWICE = 1.35  # error of rounding activations on both sides, over that of one side
-UNEXPLAINED = 1.5  # times rounding, above which a distance without a cause is reported
+ROUNDED_TWICE = 1.35  # rounding activations on both sides, over one side
+UNEXPLAINED = 1.5  # times rounding: larger distances are reported even without a cause
 CLEARLY = 0.8  # most of the distance that a variant has
-NEAR = 4.0  # a variant explains a distance that it divides by this
+NEAR = 4.0  # times smaller: a distance that a variant explains
 BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)  # rotary bases of published models
 TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5)
 EXCERPT = 512  # tokens that variants score, or one longer sample
@@ -92,7 +92,7 @@ def _differs_by_design(rollouts: Rollouts) -> bool:
 
 
 def sampler_suspects(first: Probe, vocab_size: int) -> list[str]:
-    """Return the faults that coverage and surprise of the tokens show."""
+    """Return the faults that coverage and surprise show."""
     mask_N = first.packed.mask_N & first.packed.behavior_N.isfinite()
     l_n = first.learner_N[mask_N].double()
     b_n = first.packed.behavior_N[mask_N].double()
@@ -140,8 +140,8 @@ class Variant:
 
 
 def distance_suspects(model: Transformer, batch: Batch, first: Probe, weights: str) -> list[str]:
-    """Return the cause of a distance between recorded and the learner's log-probs above rounding.
-    Samples with a temperature of their own are excluded."""
+    """Return the cause of a distance of log-probs above rounding. Samples with their own
+    temperature are excluded."""
     mask_N = first.packed.mask_N
     dtypes = (model.dtype, get_format(weights).dtype or model.dtype)
     rounding = max(ROUNDING.get(dtype, ROUNDING[torch.bfloat16]) for dtype in dtypes)
@@ -213,7 +213,6 @@ def variants(model: Transformer, temperature: float) -> Iterator[Variant]:
 
 
 def _other_ropes(ropes: tuple[Rope, ...]) -> Iterator[tuple[str, tuple[Rope, ...]]]:
-    """Yield the description and the ropes of models with other rotary positions."""
     bases = {rope.theta for rope in ropes}
     own = " and ".join(f"{base:g}" for base in sorted(bases))
     for theta in BASES:
@@ -265,7 +264,7 @@ def _distance(a_N: Tensor, b_N: Tensor) -> float:
 
 
 def prompt_suspects(model: Transformer, batch: Batch, chat: ChatTokenizer) -> list[str]:
-    """Return the faults of the tokenizer and the chat template that the prompts show."""
+    """Return the faults of the tokenizer and the chat template."""
     distinct = {tuple(sample.prompt_ids): None for sample in batch.samples}
     prompts = [list(ids) for ids in distinct if len(ids) > 1][:PROMPTS]
     if not prompts:
@@ -287,8 +286,8 @@ def prompt_suspects(model: Transformer, batch: Batch, chat: ChatTokenizer) -> li
 
 
 def foreign_marks(prompts: list[list[int]], chat: ChatTokenizer) -> dict[str, int]:
-    """Return the marks like <|user|> that stand in all prompts and are several tokens, with their
-    numbers of tokens."""
+    """Return the marks like <|user|> of all prompts that are several tokens, and the numbers of
+    tokens."""
     texts = [chat.tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts]
     common = set.intersection(*(set(MARK.findall(text)) for text in texts))
     sizes = {

@@ -4,8 +4,7 @@
 
 `table.py` has every key and its differences here. The token loss is `correction: aipo` on
 grpo_no_std advantages, averaged over the tokens of the batch. Without `launcher=local` the three
-processes are one, on policy, and `notes` names the written keys that then have no effect. Overrides
-use the names of `lowroll/config/schema.py`.
+processes are one, and `notes` names keys without effect. Overrides use lowroll's own keys.
 """
 
 from __future__ import annotations
@@ -67,10 +66,8 @@ def load_sections(document: Document, overrides: Overrides = ()) -> RunConfig:
 def combine(
     documents: Mapping[str, Document], overrides: Overrides = (), role: str = ""
 ) -> RunConfig:
-    """Return the run of three documents. role: of a process started by hand with only one of them.
-
-    One ConfigError has the problems of all files, or if there are none, those between files.
-    """
+    """Return the run of three documents. role: of a process with only one of them. One ConfigError
+    has the problems of all files, or else those between files."""
     files: Files = {}
     problems: list[str] = []
     for section, model in MODELS.items():
@@ -83,7 +80,7 @@ def combine(
     if problems:
         raise ConfigError("\n".join(problems))
     if not isinstance(overrides, Mapping):
-        overrides = list(overrides)  # they are read twice
+        overrides = list(overrides)
     run, noted_settings = _run(files, role)
     # the used keys depend on the engine and the weights, which overrides may change
     preview = build(deepcopy(run), overrides)
@@ -134,7 +131,6 @@ def _put(run: Document, source: File, source_key: str, key: str) -> None:
 
 
 def _place_environments(run: Document, orch: File) -> None:
-    """Copy the environments that have a share."""
     ratios = orch["buffer.env_ratios"]
     envs = run.value["env"]
     for index, env in enumerate(envs):
@@ -147,7 +143,6 @@ def _place_environments(run: Document, orch: File) -> None:
 
 
 def _put_recipe(run: Document, train: File, preview: RunConfig) -> Iterator[rules.Setting]:
-    """Set the learner's forward. An adapter's low-bit base stays as it is."""
     format, base = RECIPES.get(train["recipe"]), preview.rollout.weights
     if format is None:
         return
@@ -163,7 +158,6 @@ def _put_recipe(run: Document, train: File, preview: RunConfig) -> Iterator[rule
 
 
 def _put_vllm(run: Document, files: Files, attach: bool) -> None:
-    """Copy the files' vLLM settings. attach: to the running server at client.base_url."""
     infer, orch = files["infer"], files["orch"]
     for key, target in (
         ("tp", "tensor_parallel_size"),
@@ -174,7 +168,7 @@ def _put_vllm(run: Document, files: Files, attach: bool) -> None:
             _put(run, infer, key, f"rollout.vllm.{target}")
     if infer["dtype"] == "float16":
         _put(run, infer, "dtype", "rollout.vllm.dtype")
-    serve_args = {  # by their keys and values
+    serve_args = {
         ("enforce_eager", True): "--enforce-eager",
         ("enable_prefix_caching", True): "--enable-prefix-caching",
         ("enable_prefix_caching", False): "--no-enable-prefix-caching",
@@ -193,7 +187,7 @@ def _put_vllm(run: Document, files: Files, attach: bool) -> None:
 
 
 def _put_native(run: Document, files: Files) -> None:
-    """Copy the engine settings for lowroll's own engine. ConfigError for those that need vLLM."""
+    """Copy the settings of lowroll's own engine. ConfigError for those that need vLLM."""
     infer = files["infer"]
     needs_vllm = "needs vLLM: the override rollout.engine=vllm"
     if infer["tp"] > 1:

@@ -4,8 +4,8 @@
     lowroll orchestrate orch.yaml  the whole run but for the learner's own keys
     lowroll train train.yaml       the learner's keys; the orchestrator's settings for the rest
 
-The orchestrator stores its file and overrides at RUN/orchestrator/given.yaml for the trainer. Every
-role also takes lowroll's own run.yaml, and one file with the three sections.
+The orchestrator stores its settings at RUN/orchestrator/given.yaml for the trainer. Every role also
+takes lowroll's own run.yaml, and one file with the three sections.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ KEYS_OF_ROLES: dict[str, str] = {
 
 
 class NotThereYet(ConfigError):
-    """An error for a trainer whose orchestrator has not stored its settings yet; the trainer tries
-    again."""
+    """An error for a trainer whose orchestrator has not stored its settings yet."""
 
 
 def load_role(role: Role, path: str | FilePath, overrides: Overrides = ()) -> RunConfig:
@@ -58,8 +57,7 @@ def load_role(role: Role, path: str | FilePath, overrides: Overrides = ()) -> Ru
 
 
 def _is_own(role: Role, document: Document) -> bool:
-    """Return whether a file is lowroll's run.yaml. ConfigError if it could be the role's file
-    too."""
+    """Return whether a file is lowroll's run.yaml. ConfigError if it could be both."""
     keys, name = document.value.keys(), f"{FILES[role]}.yaml"
     model = document.value.get("model")
     if role == "orchestrate" and isinstance(model, dict | str):
@@ -166,8 +164,8 @@ def _train(train: Document, overrides: list[tuple[str, Any]]) -> RunConfig:
 
 
 def find_run(folder: str | FilePath) -> FilePath:
-    """Return `folder` or its only `run_*` folder, if an orchestrator has begun a run there.
-    NotThereYet without one, ConfigError for several."""
+    """Return `folder` or its only `run_*` folder with a begun run. NotThereYet without one,
+    ConfigError for several."""
     folder = FilePath(folder)
     if (folder / GIVEN).is_file():
         return folder

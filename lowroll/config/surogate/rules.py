@@ -118,8 +118,8 @@ def settings(files: Files, role: str) -> Iterator[Setting]:
 
 
 def _lengths(files: Files) -> Iterator[Setting]:
-    """Yield the token limits of a packed row, a sequence and a response. Either length of the
-    trainer and the orchestrator stands for a missing other one."""
+    """Yield the token limits. Either length of the trainer and the orchestrator stands for a
+    missing other one."""
     train, infer, orch = (files[section] for section in SECTIONS)
     row = (train, "sequence_len") if train.written("sequence_len") else (orch, "seq_len")
     longest_of = (orch, "seq_len") if orch.written("seq_len") else row
@@ -228,8 +228,8 @@ def _evaluation(orch: File) -> Iterator[Setting]:
 
 
 def _processes(files: Files, role: str) -> Iterator[Setting]:
-    """Yield the connections of the roles. A missing key of orch.yaml has the value of its
-    counterpart in another file."""
+    """Yield the connections of the roles. Another file may have the value of a missing key of
+    orch.yaml."""
     train, infer, orch = (files[section] for section in SECTIONS)
     for key, other_file, other_key in (
         ("max_async_level", train, "max_async_level"),

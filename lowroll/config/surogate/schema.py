@@ -1,7 +1,7 @@
 """The keys of the Surogate GRPO document: its train, infer and orch files, with their defaults.
 
 `only(...)` marks an unsupported key: its neutral values are accepted, others are refused with the
-reason. `table.py` maps the other keys. Comments give the document's meaning of a key.
+reason. `table.py` maps the other keys.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ ONE_ANSWER = "an environment asks once, reads the whole response, and has no too
 class NoiseScheduler(Section):
     """train.yaml `noise_scheduler`: QeRL's adaptive quantization noise."""
 
-    enabled: bool = False  # put noise on the norms of the rollouts
-    sigma_start: NotNegative = 5e-2  # standard deviation of the first stage with noise
+    enabled: bool = False
+    sigma_start: NotNegative = 5e-2
     sigma_end: NotNegative = 5e-4
-    num_stages: Count = 10  # of the run; the first has no noise
+    num_stages: Count = 10  # the first has no noise
 
 
 class TrainFile(Section):
     """train.yaml."""
 
-    model: Text  # folder or hub id
-    output_dir: Text = "output"  # the folder that holds the orchestrator's run_* folders
+    model: Text
+    output_dir: Text = "output"  # with the orchestrator's run_* folders
     gpus: Count = 1
     # what several GPUs share: optimizer states (1), ...
     zero_level: Annotated[
         int, only(1, why="what several GPUs share is all or nothing: the override train.sharding")
     ] = 1
-    sequence_len: Count = 1024  # longest packed sequence
-    per_device_train_batch_size: Count = 2  # packed sequences in a forward pass
+    sequence_len: Count = 1024
+    per_device_train_batch_size: Count = 2  # packed sequences
     # micro-batches of an optimizer step
     gradient_accumulation_steps: Annotated[
         int,
@@ -76,8 +76,8 @@ class TrainFile(Section):
         ),
     ] = 4
     max_steps: Annotated[int, Field(ge=-1)] = -1  # -1: until the orchestrator stops
-    logging_steps: Count = 1  # steps between log lines
-    learning_rate: Rate = 2e-4  # after the warm-up
+    logging_steps: Count = 1
+    learning_rate: Rate = 2e-4
     lr_scheduler_type: Schedule = "constant"
     warmup_steps: Whole = 0
     max_grad_norm: Positive = 1.0
@@ -85,21 +85,21 @@ class TrainFile(Section):
     optimizer: Literal["adamw_8bit", "adamw"] = "adamw_8bit"  # moments in 8 bits, or not
     # precision of matrix products
     recipe: Literal["bf16", "fp8-hybrid", "fp8_hybrid", "nvfp4"] = "bf16"
-    lora: bool = True  # learn adapters instead of the model
+    lora: bool = True
     lora_rank: Count = 16
     lora_alpha: Positive = 32.0  # scale times rank
     lora_target_modules: Annotated[Strings, Field(min_length=1)] = LORA_TARGETS
-    qlora_fp8: bool = False  # the frozen base in FP8
-    qlora_bnb: bool = False  # the frozen base in NF4
-    qlora_fp4: bool = False  # the frozen base in NVFP4
+    qlora_fp8: bool = False
+    qlora_bnb: bool = False
+    qlora_fp4: bool = False  # base in NVFP4
     loss: SurogateLoss = SurogateLoss()
     noise_scheduler: NoiseScheduler = NoiseScheduler()
-    transport_type: Literal["filesystem", "zmq"] = "filesystem"  # how batches reach the trainer
-    max_async_level: Whole = 1  # steps that rollouts may lag behind
+    transport_type: Literal["filesystem", "zmq"] = "filesystem"
+    max_async_level: Whole = 1
 
     @model_validator(mode="after")
     def _check(self) -> TrainFile:
-        """Return the file. A validation error for bases that conflict with each other or with the
+        """Return the file. A validation error for bases in conflict with each other or with the
         recipe."""
         bases = [name for name in BASES if getattr(self, name)]
         if not bases:
@@ -137,8 +137,7 @@ class InferFile(Section):
     port: Port = 8000
     dtype: Literal["auto", "bfloat16", "float16"] = "auto"  # of computation
     max_model_len: Count | None = None  # tokens
-    enforce_eager: bool = False  # no CUDA graphs
-    # run the code of a model's repository
+    enforce_eager: bool = False
     trust_remote_code: Annotated[
         bool, only(False, why="code from a model repository is never run")
     ] = False
@@ -154,12 +153,12 @@ class InferFile(Section):
     ] = 1
     enable_lora: bool = True  # accept adapters
     max_lora_rank: Count | None = None
-    max_loras: Annotated[int, only(8, why=ONE_ADAPTER)] = 8  # loaded at a time
-    max_cpu_loras: Annotated[int, only(100, why=ONE_ADAPTER)] = 100  # kept on the CPU
+    max_loras: Annotated[int, only(8, why=ONE_ADAPTER)] = 8
+    max_cpu_loras: Annotated[int, only(100, why=ONE_ADAPTER)] = 100
     enable_prefix_caching: bool | None = None
     # share of GPU memory
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    weight_broadcast_type: Literal["filesystem", "nccl"] = "filesystem"  # how new weights arrive
+    weight_broadcast_type: Literal["filesystem", "nccl"] = "filesystem"
     reasoning_parser: Annotated[str | None, only(None, why=ONE_ANSWER)] = None  # of thoughts
     enable_auto_tool_choice: Annotated[bool, only(False, why=ONE_ANSWER)] = False
     rope_scaling: Annotated[
@@ -175,8 +174,8 @@ class InferFile(Section):
 class OrchModel(Section):
     """orch.yaml `model`."""
 
-    name: Text | None = None  # folder or hub id
-    # the engine's name of the adapter
+    name: Text | None = None
+    # the adapter's name in the engine
     lora_adapter: Annotated[
         str | None, only("default", None, why="the run's adapter has no other name")
     ] = None
@@ -187,11 +186,11 @@ class OrchModel(Section):
 class OrchSampling(Section):
     """orch.yaml `sampling`."""
 
-    max_tokens: Count | None = None  # tokens of the longest response
-    temperature: Positive = 1.0  # of the sampler; or temp_scheduler
-    temp_scheduler: TemperatureConfig | None = None  # temperature schedule over the run
+    max_tokens: Count | None = None
+    temperature: Positive = 1.0  # or temp_scheduler
+    temp_scheduler: TemperatureConfig | None = None
     repetition_penalty: Positive = 1.0
-    min_tokens: Whole = 0  # tokens of the shortest response
+    min_tokens: Whole = 0
     seed: Seed | None = None
 
 
@@ -199,7 +198,7 @@ class OrchEnv(Section):
     """orch.yaml `env[]` and `eval.env[]`."""
 
     id: Text
-    name: Text | None = None  # label of its metrics
+    name: Text | None = None
     args: dict[str, JsonValue] = {}
     # of an environment server
     address: Annotated[
@@ -217,16 +216,16 @@ class OrchClient(Section):
     """orch.yaml `client`: how inference servers are reached."""
 
     base_url: Annotated[Strings, Field(min_length=1)] = ("http://localhost:8000/v1",)
-    timeout: Positive = 1200  # seconds a request
-    api_key_var: Text = "VLLM_API_KEY"  # environment variable with the key
-    skip_model_check: bool = False  # do not ask engines for their model
+    timeout: Positive = 1200  # seconds
+    api_key_var: Text = "VLLM_API_KEY"
+    skip_model_check: bool = False
     elastic: ElasticConfig = ElasticConfig()
 
 
 class Buffer(BufferConfig):
     """orch.yaml `buffer`: pools by difficulty."""
 
-    hash_keys: Strings = ("task", "prompt")  # identity of an example
+    hash_keys: Strings = ("task", "prompt")
     # sampling shares of the environments
     env_ratios: Annotated[tuple[NotNegative, ...], Strict(False)] | None = None
 
@@ -234,10 +233,10 @@ class Buffer(BufferConfig):
 class Advantage(Section):
     """orch.yaml `advantage`."""
 
-    type: Literal["default", "custom"] = "default"  # the group's mean as a baseline, or a function
-    length_weighted_mean: bool = False  # weight the mean by response lengths
-    import_path: Text | None = None  # custom: the function
-    kwargs: dict[str, JsonValue] = {}  # custom: its further arguments
+    type: Literal["default", "custom"] = "default"
+    length_weighted_mean: bool = False
+    import_path: Text | None = None
+    kwargs: dict[str, JsonValue] = {}
 
 
 class OrchCkpt(Section):
@@ -246,22 +245,22 @@ class OrchCkpt(Section):
     interval: Count | None = None  # steps
     resume_step: Annotated[int, Field(ge=-1)] | None = None  # -1: the newest
     wait_for_weights_timeout: Positive | None = None  # seconds, after resuming
-    keep_last: Count | None = None  # newest checkpoints to keep
-    keep_interval: Count | None = None  # keep one every so many steps
-    skip_progress: bool = False  # ignore the checkpoint's progress
-    skip_buffer: bool = False  # ignore the checkpoint's buffer
+    keep_last: Count | None = None
+    keep_interval: Count | None = None  # kept for good, every so many steps
+    skip_progress: bool = False
+    skip_buffer: bool = False
 
 
 class OrchEval(Section):
     """orch.yaml `eval`."""
 
     env: OrchEnvs
-    num_examples: Annotated[int, Field(ge=-1)] = -1  # of each environment; -1: all
+    num_examples: Annotated[int, Field(ge=-1)] = -1  # -1: all
     rollouts_per_example: Count = 1
     interval: Count = 100  # steps
-    eval_base_model: bool = True  # also evaluate before the first step
-    skip_eval_on_resume: bool = True  # do not evaluate right after resuming
-    cancel_inflight_rollouts_on_eval: bool = False  # abort requests in flight
+    eval_base_model: bool = True
+    skip_eval_on_resume: bool = True
+    cancel_inflight_rollouts_on_eval: bool = False
 
 
 class ReportTo(Section):
@@ -272,7 +271,7 @@ class ReportTo(Section):
     offline: Annotated[bool, only(False, why=NO_TRACKER)] = False
     samples: Annotated[JsonValue, only(None, why=NO_TRACKER)] = None  # log responses
     distributions: Annotated[JsonValue, only(None, why=NO_TRACKER)] = None
-    interval: Annotated[int, only(10, why=NO_TRACKER)] = 10  # steps between reports
+    interval: Annotated[int, only(10, why=NO_TRACKER)] = 10
 
 
 class RolloutTransport(RolloutTransportConfig):
@@ -284,7 +283,7 @@ class RolloutTransport(RolloutTransportConfig):
 class WeightBroadcast(WeightBroadcastConfig):
     """orch.yaml `weight_broadcast`."""
 
-    type: Literal["filesystem", "nccl"] = "filesystem"  # how weights reach the engines
+    type: Literal["filesystem", "nccl"] = "filesystem"
     port: Port = 29501
 
 
@@ -293,11 +292,11 @@ class OrchFile(Section):
 
     model: OrchModel = OrchModel()
     env: OrchEnvs
-    batch_size: Count = 128  # rollouts a step
-    rollouts_per_example: Count = 1  # responses to a prompt
+    batch_size: Count = 128  # rollouts
+    rollouts_per_example: Count = 1
     seq_len: Count = 2048  # tokens of the longest packed sequence
     max_steps: Count | None = None  # null: endless
-    max_async_level: Whole = 1  # steps that rollouts may lag behind
+    max_async_level: Whole = 1
     max_off_policy_steps: Whole = 8  # updates that a rollout in flight survives
     oversampling_factor: Annotated[float, Field(ge=1)] = 1.0  # requests over those of a batch
     output_dir: Text = "outputs/run_default"

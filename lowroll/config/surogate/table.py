@@ -50,7 +50,7 @@ def _same(prefix: str, *names: str) -> dict[str, KeyMapping]:
 def _section(
     theirs: str, ours: str, model: type[Section], copied: bool = True, **differs: str
 ) -> dict[str, KeyMapping]:
-    """Return a row for each key of a section whose names are the same here. differs: by key."""
+    """Return a row for each key of a section whose names are the same here."""
     return {
         f"{theirs}.{name}": KeyMapping((f"{ours}.{name}",), differs.get(name, ""), copied)
         for name, field in model.model_fields.items()

@@ -26,8 +26,8 @@ def longest_prompt(cfg: RunConfig, cache_tokens: int) -> int:
     """Return the longest prompt up to which every prompt with a whole response fits; at most 0 if
     none.
 
-    Samples that are compacted while they decode need more pages than those of a longer prompt, so
-    whole and compacted prompts are searched separately.
+    Compacted samples need more pages than those of a longer prompt, so whole and compacted prompts
+    are searched separately.
     """
     rollout = cfg.rollout
     if not rollout.cache.evicts:

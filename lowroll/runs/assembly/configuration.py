@@ -14,7 +14,7 @@ from lowroll.runs.folder import ENVIRONMENTS
 def read(
     config: str | Path | RunConfig | Mapping[str, object], overrides: Mapping[str, object]
 ) -> tuple[RunConfig, dict[Path, str]]:
-    """Return the settings, and the texts of files that they need in `output_dir/environments`.
+    """Return the settings, and the texts of their files in `output_dir/environments`.
 
     With Python objects the settings are built twice: the first ones give `output_dir`.
     """

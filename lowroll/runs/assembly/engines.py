@@ -61,7 +61,7 @@ def make(
 def update(
     cfg: RunConfig, model: Transformer, version: int, noise: Noise | None = None
 ) -> WeightUpdate:
-    """Return a version of the learner's weights: a stream, unless the engine is in this process."""
+    """Return the learner's weights, as a stream for an engine outside this process."""
     local = WeightUpdate.local(model, version, noise)
     return local if cfg.rollout.engine == "native" else local.as_stream()
 
@@ -98,8 +98,7 @@ def workloads(
     """Return the engine's workloads: each stage's batch, and evaluations. Empty for a set cache
     size.
 
-    The longest of an environment's first prompts stands for all: a longer one still fits, but
-    others may wait.
+    An environment's longest first prompt stands for all. A longer one fits, but others may wait.
     """
     if cfg.rollout.cache_tokens is not None:
         return []
@@ -129,7 +128,7 @@ def _workload(
 ) -> Workload:
     longest, response = prompts.longest(cfg, spec), cfg.rollout.max_tokens
     prompt = max((length for length in lengths if length <= longest), default=longest)
-    # The environment's messages between turns are assumed as long as responses.
+    # The environment's messages are assumed as long as responses.
     all_turns = (2 * turns - 1) * response
     after_prompt = min(all_turns, longest + response - prompt)
     return Workload(groups, n, prompt, after_prompt, longest=longest + response)

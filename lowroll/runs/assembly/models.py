@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 def learner(cfg: RunConfig, compute: Compute) -> Transformer:
     """Load the learner: all weights, or a fresh adapter on a frozen base that the engine shares.
 
-    A low-bit folder is dequantized to learn whole; under LoRA its tensors are the base. Weights are
-    scaled first and the forward is aligned last.
+    A low-bit folder is dequantized to learn whole. Weights are scaled first; the forward is aligned
+    last.
     """
     train = cfg.train
     format = compute.format(cfg.rollout.weights)
@@ -71,7 +71,7 @@ def outline(key: str, source: str, compute: Compute) -> Transformer:
 
 
 def beside(cfg: RunConfig) -> dict[str, tuple[str, str]]:
-    """Return (setting, source) of the run's other models, by name."""
+    """Return (setting, source) of the other models, by name."""
     sources = {}
     if asks_reference(cfg):
         sources["reference"] = "model", cfg.model
@@ -104,7 +104,7 @@ def chat_of(cfg: RunConfig) -> ChatTokenizer:
 def critic(
     cfg: RunConfig, compute: Compute, chat: ChatTokenizer, ranks: Ranks = ALONE
 ) -> Critic | None:
-    """Load PPO's critic with a zero head; None for other algorithms."""
+    """Load PPO's critic with a zero head, or None."""
     if not cfg.has_critic:
         return None
     source = cfg.critic.model
@@ -119,7 +119,7 @@ def critic(
 
 
 def reference(cfg: RunConfig, compute: Compute) -> Transformer | None:
-    """Load the frozen model of the KL term, or None. Under LoRA the learner without its adapter
+    """Load the frozen model of the KL term, or None: under LoRA the learner without its adapter
     serves."""
     if not asks_reference(cfg):
         return None

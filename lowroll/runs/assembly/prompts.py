@@ -35,7 +35,7 @@ def lengths(env: Environment, split: str, count: int, chat: ChatTokenizer) -> li
 
 
 def longest(cfg: RunConfig, spec: ModelSpec) -> int:
-    """Return the most prompt tokens that leave space for a whole response, or raise ValueError."""
+    """Return the most prompt tokens that leave space for a response, or raise ValueError."""
     limit = _tightest_limit(cfg, spec)
     if limit.longest_prompt < 1:
         raise ValueError(
@@ -46,14 +46,14 @@ def longest(cfg: RunConfig, spec: ModelSpec) -> int:
 
 
 def sequence(cfg: RunConfig, spec: ModelSpec) -> int:
-    """Return the token limit of a conversation. A bounded cache holds a later turn's prompt and
-    response up to the longest prompt."""
+    """Return a conversation's token limit. A bounded cache holds later turns up to the longest
+    prompt."""
     response_tokens = 0 if cfg.rollout.cache.evicts else cfg.rollout.max_tokens
     return longest(cfg, spec) + response_tokens
 
 
 def check_turns(chat: ChatTokenizer, envs: Mapping[str, Environment]) -> None:
-    """Raise ValueError for multi-turn environments whose chat template cannot continue."""
+    """Raise ValueError for several turns with a chat template that cannot continue."""
     for env in envs.values():
         if env.max_turns > 1:
             try:
@@ -64,7 +64,7 @@ def check_turns(chat: ChatTokenizer, envs: Mapping[str, Environment]) -> None:
 
 @dataclass(frozen=True)
 class _SequenceLimit:
-    """A limit on a prompt with its response. owner: describes what sets it."""
+    """A limit on a prompt with its response."""
 
     tokens: int
     longest_prompt: int  # tokens that leave space for a response
@@ -86,7 +86,7 @@ def _tightest_limit(cfg: RunConfig, spec: ModelSpec) -> _SequenceLimit:
         limits.append(limit(rollout.max_model_len, "rollout.max_model_len", "the longest sequence"))
     if rollout.cache_tokens is not None:
         tokens = rollout.cache_tokens
-        longest_prompt = caches.longest_prompt(cfg, tokens)  # a bounded cache holds more
+        longest_prompt = caches.longest_prompt(cfg, tokens)
         limits.append(
             _SequenceLimit(tokens, longest_prompt, "rollout.cache_tokens", "the KV cache")
         )
@@ -101,7 +101,7 @@ def check(
     split: str = "train",
 ) -> list[str]:
     """Raise ValueError when all first prompts of an environment are too long, or for
-    train.replay_kv with several turns. Return lines on environments with some too long prompts."""
+    train.replay_kv with several turns. Return lines on some too long prompts."""
     check_turns(chat, envs)
     multi_turn = [env.name for env in envs.values() if env.max_turns > 1]
     if cfg.train.replay_kv and multi_turn:
@@ -197,7 +197,7 @@ def passed_over(
 
 
 def check_stages(cfg: RunConfig, spec: ModelSpec) -> None:
-    """Raise ValueError for a stage whose longest response leaves no space for a prompt."""
+    """Raise ValueError for a stage that leaves no space for a prompt."""
     for stage in cfg.stages:
         try:
             longest(cfg.at(stage.step), spec)

@@ -58,8 +58,8 @@ def critic_optim(cfg: RunConfig) -> OptimSettings:
 
 
 def guard(cfg: RunConfig, budget: str = "") -> Guard | None:
-    """Return the mismatch guard, or None. With a budget, a multiple of its KL is an alarm, and the
-    format is chosen again where all weights learn. Under LoRA a fallback is dense at once: a wider
+    """Return the mismatch guard, or None. A multiple of a budget's KL is an alarm, and the format
+    is chosen again if all weights learn. Under LoRA a fallback is dense at once, since a wider
     format would only round the base again."""
     if cfg.guard is None:
         return None

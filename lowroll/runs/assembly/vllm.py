@@ -1,7 +1,7 @@
 """vLLM as a run's rollout engine.
 
-A started server loads the run's own folder if it holds the rollouts' weights, else a folder written
-for it. Later versions travel as streams (`weights.sync.update`).
+A started server loads the run's folder if it holds the rollouts' weights, else a written one. Later
+versions travel as streams (`weights.sync.update`).
 """
 
 from __future__ import annotations
@@ -69,8 +69,6 @@ def interpreter(vllm: VllmConfig) -> str:
 
 
 def _probe_environment() -> dict[str, str]:
-    """Return the environment for finding vLLM, which LOWROLL_VLLM_PATH names if it is not
-    installed."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     vllm_path = os.environ.get("LOWROLL_VLLM_PATH")
     return variables if vllm_path is None else variables | {"PYTHONPATH": vllm_path}
@@ -130,8 +128,8 @@ def make(
     weights: str,
     workloads: Sequence[Workload],
 ) -> VllmEngine:
-    """Attach to the vLLM at rollout.vllm.url, which outlives `close`, or start one. After every
-    update its log-probs are compared with `model`'s."""
+    """Attach to the vLLM at rollout.vllm.url, which outlives `close`, or start one. Its log-probs
+    are compared with `model`'s after every update."""
     if cfg.rollout.vllm.url is not None:
         return _attach(cfg, model, weights)
     logs = Path(cfg.output_dir) / LOGS
@@ -140,8 +138,7 @@ def make(
 
 
 def serve(cfg: RunConfig, log: Path, socket: Path) -> VllmEngine:
-    """Start a vLLM for a learner in another process, with the initial model. socket: the folder of
-    its socket."""
+    """Start a vLLM for a learner in another process. socket: the folder of its socket."""
     check(cfg)
     refuse(cfg, read_spec(resolve(cfg.model, weights=False)))
     compute = Compute.of(cfg)
@@ -157,8 +154,7 @@ def _start(
     log: Path | None,
     **more: Any,
 ) -> VllmEngine:
-    """Start a vLLM on the folder with the rollouts' weights; a written folder lasts as long as the
-    engine."""
+    """Start a vLLM on the rollouts' weights. A written folder lasts as long as the engine."""
     vllm = cfg.rollout.vllm
     temporary_folder = tempfile.TemporaryDirectory(prefix="lowroll-vllm-", dir=vllm.folder)
     base = base_folder(cfg, compute, learner, weights, Path(temporary_folder.name))
@@ -183,7 +179,7 @@ def _start(
 
 
 def begin(cfg: RunConfig, model: Transformer, engine: Engine) -> None:
-    """Send the learner's weights. ValueError names what the installed vLLM lacks."""
+    """Send the learner's weights. ValueError names what this vLLM lacks."""
     capabilities, needed_tokens = engine.capabilities, context(cfg, model.spec)
     if capabilities.context_length < needed_tokens:
         raise ValueError(

@@ -4,12 +4,10 @@ bytes.
 CUDA kernels keep less than plain torch (`fused`). Norms and SwiGLU's output are recomputed
 (`model.recompute`).
 
-    stream      x after each addition of the block, twice D; two statistics of the norms; the inputs
-                of norms after attention or MLP
-    attention   rotated q, k, v, the output and its log-sum-exp; qkv too if heads are normed or a
-                view of it is kept
-    dense MLP   gate and up, 2F; in plain torch silu(gate) too; GELU is not recomputed and keeps
-                gate, up, gelu(gate) and their product
+    stream      x after each addition, twice D; two statistics of the norms; inputs of later norms
+    attention   rotated q, k, v, the output, log-sum-exp; qkv too with head norms or a kept view
+    dense MLP   gate and up, 2F; in plain torch silu(gate) too; for GELU, which is not recomputed,
+                also gelu(gate) and their product
     experts     gate, up and down's output of every slot, weights and places of the slots; the
                 shared expert is a dense MLP, and keeps its output if it has a gate
     low rank    l of every adapter
@@ -79,12 +77,12 @@ class Learning:
         )
 
     def kept(self, tokens: int) -> int:
-        """Return the bytes that autograd keeps when a micro-batch's backward pass begins."""
+        """Return the bytes that autograd keeps when the backward pass begins."""
         spec = self.spec
         last_norm = 2 * spec.hidden_size * self.item + self._norm_extra(1)
         rotations = FLOAT * spec.head_dim * (len(spec.ropes) + 1)  # and of layers without positions
         outer_bytes = last_norm + rotations
-        if self.checkpointing is True:  # each block keeps its input and slot places
+        if self.checkpointing is True:
             blocks_bytes = spec.num_layers * spec.hidden_size * self.item
             blocks_bytes += spec.layers_with_experts * self._places(tokens)
             return tokens * (outer_bytes + blocks_bytes)
@@ -98,7 +96,6 @@ class Learning:
 
     @property
     def _kinds(self) -> list[tuple[bool, int]]:
-        """Return (has experts, number of blocks) of each kind of block."""
         mixtures = self.spec.layers_with_experts
         kinds = [(True, mixtures), (False, self.spec.num_layers - mixtures)]
         return [(mixes, count) for mixes, count in kinds if count]
@@ -129,11 +126,11 @@ class Learning:
         return peak
 
     def _mlp_backward(self, tokens: int) -> int:
-        """Return the larger of two moments' bytes: gradients of gate and up, or a product with a
+        """Return the larger of two moments: gradients of gate and up, or a product with a
         matrix."""
         hidden, intermediate = self.spec.hidden_size, self.spec.intermediate_size
         number = tokens * self.item  # bytes of one number a token
-        last_norm = 2 * hidden  # its part of `kept` is free by then
+        last_norm = 2 * hidden  # already free
         gates_bytes = number * (4 * intermediate + hidden - last_norm)
         product_bytes = number * (2 * intermediate + 2 * hidden) + self.dense
         peak = max(gates_bytes, product_bytes)
@@ -143,12 +140,11 @@ class Learning:
         return peak
 
     def _not_made_again(self, mixes: bool) -> int:
-        """Return the numbers a token that a block recomputed as a whole keeps beside `block`: its
-        norms and SwiGLU are not recomputed one by one."""
+        """Count the numbers a token that a block recomputed as a whole keeps beside `block`."""
         spec = self.spec
         norm_outputs = self._num_pre_norms * spec.hidden_size
         if self._keeps_all_of_mlp or (self.fused and not self.lora):
-            return norm_outputs  # the MLP's output is in `block`
+            return norm_outputs
         return norm_outputs + (spec.mixture.shared_size if mixes else spec.intermediate_size)
 
     @property
@@ -165,8 +161,8 @@ class Learning:
         return count * self.spec.hidden_size * self.item if keeps_input else 0
 
     def _norm_extra(self, norms: int) -> int:
-        """Return the bytes of norms beside x: 1 / rms; in plain torch also x in float32 if it has
-        half precision, and x / rms if the weight learns."""
+        """Count norms beside x: 1 / rms; in plain torch also x in float32 if it has half precision,
+        and x / rms if the weight learns."""
         norm_bytes = FLOAT
         if not self.fused:
             copies = (self.item < FLOAT) + (not self.lora)
@@ -235,13 +231,12 @@ class Learning:
         return kept_bytes + self._mlp(mixture.shared_size)
 
     def _places(self, tokens: int) -> int:
-        """Return the bytes a token of slot indices, by place and by slot."""
         slots = self.spec.mixture.experts_per_token
         uses_int32 = self.fused and tokens * slots <= 1 << 14
         return 2 * slots * (4 if uses_int32 else 8)
 
     def _experts_backward(self) -> int:
-        """Return the numbers a token of the slots' gradients, at the fullest of three moments: of
+        """Count the numbers a token of the slots' gradients, at the fullest of three moments: of
         their inputs, outputs or gates."""
         mixture, hidden = self.spec.mixture, self.spec.hidden_size
         slots, intermediate = mixture.experts_per_token, mixture.expert_size
@@ -264,7 +259,7 @@ def _uses_rotation_kernel(compute: Compute, spec: ModelSpec) -> bool:
 
 def logits(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int, learns: bool) -> int:
     """Return the peak bytes of log-probs and their gradients, by chunks (`model.logprobs`). learns:
-    the lm_head learns."""
+    the lm_head."""
     on_cuda, item = compute.device.type == "cuda", compute.dtype.itemsize
     logit_item = FLOAT if on_cuda else item
     chunk = min(cfg.train.sized().logprob_chunk or 0, tokens)
@@ -276,14 +271,14 @@ def logits(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int, learn
     hidden_bytes = tokens * spec.hidden_size * item
     if not learns:
         return chunk_bytes + hidden_bytes
-    kept_bytes = 0  # gradients of the last chunks' logits, kept for the backward pass
+    kept_bytes = 0  # gradients of the last chunks' logits
     if on_cuda and item < FLOAT:
         num_chunks = -(-tokens // chunk)
         kept_bytes = min(KEPT, num_chunks) * chunk_logits * item
     head_size = spec.vocab_size * spec.hidden_size
     forward = kept_bytes + chunk_logits * logit_item
     kept_backward = kept_bytes + FLOAT * head_size
-    remade_backward = chunk_bytes + (FLOAT + item) * head_size  # of a chunk that was not kept
+    remade_backward = chunk_bytes + (FLOAT + item) * head_size
     return max(forward, kept_backward, remade_backward) + hidden_bytes
 
 
@@ -327,14 +322,13 @@ def _pass_bytes(spec: ModelSpec, item: int, tokens: int) -> int:
 
 
 def _head_numbers(spec: ModelSpec) -> int:
-    """Return the numbers a token of q, k and v, before and after rotation."""
+    """Count q, k and v of a token, before and after rotation."""
     return 2 * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
 
 
 def graphs(cfg: RunConfig, compute: Compute, model: Transformer, samples: int) -> int:
-    """Return the bytes that graphs keep between steps. Decoding: logits and rows of the largest
-    batch, and q, k, v of latent attention, in two pools. Short prompt passes: a block and a
-    dequantized matrix."""
+    """Return the bytes that graphs keep. Decoding: the largest batch's logits and rows, and q, k, v
+    of latent attention, in two pools. Short prompt passes: a block and a dequantized matrix."""
     if compute.device.type != "cuda":
         return 0
     spec = model.spec

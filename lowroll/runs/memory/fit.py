@@ -22,7 +22,7 @@ RELEASE_CACHE: Change = {("rollout", "release_cache"): True}
 
 def check(planner: Planner, cfg: RunConfig, cached: int | None = None) -> MemoryPlan:
     """Return the plan of a run. ValueError names the missing bytes and settings that would fit.
-    cached: cache tokens of a resumed run, which keeps them."""
+    cached: a resumed run's cache tokens, which it keeps."""
     if cached is not None:
         cfg = engines.with_rollout(cfg, cache_tokens=cached)
     plan = planner.plan(cfg)
@@ -61,8 +61,8 @@ def _fits(planner: Planner, cfg: RunConfig, change: Change) -> bool:
 
 
 def fitting_together(planner: Planner, cfg: RunConfig) -> tuple[Change, MemoryPlan]:
-    """Return a minimal set of changes with which the run fits, and the plan; if it never fits, all
-    changes that save anything."""
+    """Return a minimal set of changes with which the run fits, else all that save anything, and the
+    plan."""
     changes, plan = _add_changes(planner, cfg)
     if not plan.missing:
         for change in list(changes):  # a later, stronger change may make this one unneeded
@@ -74,8 +74,6 @@ def fitting_together(planner: Planner, cfg: RunConfig) -> tuple[Change, MemoryPl
 
 
 def _add_changes(planner: Planner, cfg: RunConfig) -> tuple[list[Change], MemoryPlan]:
-    """Add one change of each setting that saves memory until the run fits: the mildest fitting one,
-    else the one that saves most."""
     changes: list[Change] = []
     plan = planner.plan(cfg)
     for knob in _knobs(planner, cfg):
@@ -122,7 +120,7 @@ def _yaml(value: Any) -> str:
 
 
 def _knobs(planner: Planner, cfg: RunConfig) -> list[list[Change]]:
-    """Return the changes of each setting, the cheapest setting first, from the mildest value on."""
+    """Return the changes of each setting, the cheapest setting and mildest value first."""
     rollout, train = cfg.rollout, cfg.train.sized()
     longest = max((work.prompt + work.response for work in planner.workloads), default=1)
     recomputed = train.activation_checkpointing or 0

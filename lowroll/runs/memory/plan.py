@@ -6,9 +6,8 @@
                 of logits, a block's gradients and the update
     publish     permanent bytes, the cache unless released, and measuring `weights/*`
 
-The KV cache gets as many bytes as the run can use and its phases leave free, apart from MARGIN.
-With several learner ranks and engines the plan is one GPU's (`Share`). Bytes are those that torch
-allocates.
+The KV cache gets what the run can use and its phases leave free, apart from MARGIN. Bytes are those
+that torch allocates on one GPU (`Share`).
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ PHASES = {"load": "loads", "generate": "generates", "learn": "learns", "publish"
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The bytes by phase and part, and the free bytes, if known. usable_tokens: of a cache with
-    which no sample waits for a page; usable_by describes those samples."""
+    """The bytes by phase and part. usable_tokens: of a cache with which no sample waits for a page;
+    usable_by describes those samples."""
 
     phases: Mapping[str, Mapping[str, int]]
     free: int | None
@@ -63,12 +62,11 @@ class MemoryPlan:
 
     @property
     def missing(self) -> int:
-        """Return the bytes that the device lacks; 0 if that is unknown."""
         return 0 if self.free is None else max(0, self.peak - self.free)
 
     @property
     def problem(self) -> str:
-        """Describe by how much the run does not fit; "" when it does."""
+        """Describe by how much the run does not fit, or return ""."""
         if not self.missing or self.free is None:
             return ""
         return (
@@ -106,7 +104,7 @@ class MemoryPlan:
 @dataclass(frozen=True)
 class Share:
     """The part of a run on the device. parts: ranks that share the learner, its optimiser and the
-    other models. engines: on this device."""
+    other models."""
 
     parts: int = 1
     engines: int = 1
@@ -142,10 +140,7 @@ class Planner:
         return cls(compute, model, workloads, beside, free, total, share)
 
     def plan(self, cfg: RunConfig) -> MemoryPlan:
-        """Return the bytes of every phase, with a cache of the set size or of one that fits.
-
-        vLLM's cache is in its share of the memory.
-        """
+        """Return the bytes of every phase, with a cache of the set size or of one that fits."""
         device = str(self.compute.device)
         has_engines = self.share.engines > 0
         permanent = self._learner(cfg)
@@ -173,8 +168,8 @@ class Planner:
         return MemoryPlan(phases, self.free, device, cache_tokens, usable_tokens, usable_by)
 
     def _usable(self, cfg: RunConfig) -> tuple[int, str]:
-        """Return the tokens of a cache with which no sample waits for a page, and a description of
-        those samples."""
+        """Return the tokens of a cache with which no sample waits for a page, and describe the
+        samples."""
         page_size, max_batch, kv = cfg.rollout.page_size, cfg.rollout.max_batch, caches.policy(cfg)
         sizes = [(work.tokens(page_size, max_batch, kv), work) for work in self.workloads]
         if not sizes:
@@ -185,7 +180,6 @@ class Planner:
         return tokens, f"at most {rows} samples of {lengths_text} are drawn together"
 
     def _learner(self, cfg: RunConfig) -> dict[str, int]:
-        """Return the permanent bytes of the learner and the other models, by part."""
         compute, model = self.compute, self.model
         all_bytes = weights.learner(cfg, compute, model)
         code_bytes = weights.codes(cfg, compute, model)
@@ -202,7 +196,6 @@ class Planner:
         return parts
 
     def _engines(self, cfg: RunConfig) -> dict[str, int]:
-        """Return the permanent bytes of this device's engines without caches, by part."""
         if cfg.rollout.engine != "native":
             return self._vllm(cfg)
         return {name: self.share.engines * size for name, size in self._engine(cfg).items()}
@@ -238,8 +231,8 @@ class Planner:
         return min(cfg.rollout.max_batch, max_samples)
 
     def _learning(self, cfg: RunConfig) -> dict[str, int]:
-        """Return the bytes of the learning policy by part, or of the critic if larger: they learn
-        in turns."""
+        """Return the bytes of the policy by part, or the critic's if larger: they learn in
+        turns."""
         compute, minibatches = self.compute, cfg.train.minibatches
         tokens = max(_batch_tokens(stage_cfg, self.workloads) for stage_cfg in cfg.each_stage())
         candidates = [learning(cfg, compute, self.model, tokens, minibatches)]
@@ -265,8 +258,8 @@ class Planner:
         return self.share.engines * layout.bytes_per_token(self.model.spec, dtype)
 
     def _fitting_tokens(self, cfg: RunConfig, taken_bytes: int, usable_tokens: int) -> int:
-        """Return the cache tokens that fit beside `taken_bytes`: whole pages, at most
-        `usable_tokens`, and at least those of the longest sample, even if it does not fit."""
+        """Return the cache tokens that fit: whole pages, at most `usable_tokens`, and at least the
+        longest sample's, even if they do not fit."""
         page_size, kv = cfg.rollout.page_size, caches.policy(cfg)
         lone_samples = [replace(work, groups=1, n=1, longest=0) for work in self.workloads]
         least_tokens = max((work.tokens(page_size, 1, kv) for work in lone_samples), default=0)
@@ -340,8 +333,8 @@ def learning(
 
 
 def _loading_bytes(cfg: RunConfig, compute: Compute, model: Transformer) -> dict[str, int]:
-    """Return the bytes of loading by part. An adapter's base is quantized as it arrives, or after
-    all has arrived if it is scaled first. Weights that learn stay dense."""
+    """Return the bytes of loading by part. An adapter's base is quantized as it arrives, or at the
+    end if it is scaled first. Weights that learn stay dense."""
     learner = weights.learner(cfg, compute, model)
     if not cfg.train.lora:
         return {"learner's weights": learner, "arriving": 0}
@@ -356,8 +349,7 @@ def _loading_bytes(cfg: RunConfig, compute: Compute, model: Transformer) -> dict
 
 
 def _batch_tokens(cfg: RunConfig, workloads: Sequence[Workload]) -> int:
-    """Return the most tokens of a learner's batch. Workloads include evaluations; the batch's is
-    found by its size."""
+    """Return the most tokens of a learner's batch, which its size tells from evaluations."""
     batch_size = (cfg.num_groups, cfg.rollouts_per_example)
     sequence_tokens = [
         work.prompt + work.response for work in workloads if (work.groups, work.n) == batch_size

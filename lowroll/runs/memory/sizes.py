@@ -7,8 +7,8 @@
 The first that fits is taken: shorter chunks first, then smaller micro-batches, and recomputing
 last, because only it costs time. On a GPU the defaults stay.
 
-The bound is CPU_BYTES of resident memory, or slightly more than the smallest passes need. Free
-memory counts only if nothing else fits, so that a resumed run chooses the same sizes.
+The bound is CPU_BYTES, or slightly more than the smallest passes need. Free memory counts only if
+nothing else fits, so that a resumed run chooses the same sizes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.memory.plan import MemoryPlan, Planner, plan_sft, shown
 
 CPU_BYTES = 4_000_000_000  # resident, of a run on a CPU
-PROCESS = 500_000_000  # bytes of the interpreter and libraries, which plans leave out
+PROCESS = 500_000_000  # bytes of the interpreter and libraries
 SLACK = 1.25  # resident bytes over torch's: its allocator cannot reuse all
 LEAST = 512  # tokens of a micro-batch: fewer take longer
 SMALL_CHUNK = 256
 
 
 def chosen(planner: Planner, cfg: RunConfig) -> RunConfig:
-    """Return the settings with all sizes chosen, and a note on the choice."""
+    """Return the settings with all sizes chosen, and a note."""
     longest = max((work.prompt + work.response for work in planner.workloads), default=1)
     return _choose_sizes(cfg, planner.compute, longest, planner.plan)
 
@@ -38,8 +38,7 @@ def chosen(planner: Planner, cfg: RunConfig) -> RunConfig:
 def chosen_for_sft(
     cfg: RunConfig, compute: Compute, model: Transformer, longest: int, together: int
 ) -> RunConfig:
-    """Return the same for `lowroll sft`. longest: tokens of the longest sample; together: of a
-    batch."""
+    """Return the same for `lowroll sft`. longest: tokens of a sample; together: of a batch."""
     return _choose_sizes(cfg, compute, longest, lambda now: plan_sft(now, compute, model, together))
 
 
@@ -69,7 +68,7 @@ def _choose_sizes(
 
 
 def choose(steps: Sequence[TrainConfig], plan: Callable[[TrainConfig], MemoryPlan]) -> TrainConfig:
-    """Return the first of the steps, from the largest to the smallest, that fits, or the last."""
+    """Return the first step that fits, from the largest to the smallest, or the last."""
     bound = max(CPU_BYTES, round(SLACK * resident(plan(steps[-1]))))
     plans = ((train, plan(train)) for train in steps)
     fitting = (train for train, now in plans if resident(now) <= bound and not now.missing)

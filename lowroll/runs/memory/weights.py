@@ -1,5 +1,5 @@
 """Exact bytes of a run's permanent tensors: weights, adapters, masters, moments, and the engine's
-copies. A model is its shapes.
+copies.
 
 Legend: N out features, K in features, R adapter rank, L = R times the parts that have an adapter.
 """
@@ -39,7 +39,7 @@ def other_size(model: Transformer) -> int:
 
 
 def linear_bytes(model: Transformer, format: str) -> int:
-    """Return the bytes of the linear layers in a format. ValueError for an unsupported shape."""
+    """Count the linear layers in a format. ValueError for an unsupported shape."""
     total = 0
     for name, linear in model.linears():
         rows, columns = linear.weight.shape
@@ -80,8 +80,8 @@ def adapter_sizes(cfg: RunConfig, model: Transformer) -> list[int]:
 
 
 def adapter_copies(cfg: RunConfig, model: Transformer, item: int) -> int:
-    """Return the bytes of the copies that products read instead of A and B: [L, K] and the
-    block-diagonal [N, L] (`model.adapter`)."""
+    """Count the copies that products read instead of A and B: [L, K] and the block-diagonal [N, L]
+    (`model.adapter`)."""
     columns = sum(
         len(adapted(cfg, linear)) * (linear.in_features + sum(linear.parts.values()))
         for _, linear in model.linears()
@@ -90,7 +90,7 @@ def adapter_copies(cfg: RunConfig, model: Transformer, item: int) -> int:
 
 
 def learner(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of the learner's weights, with `codes` and an adapter's copies."""
+    """Count the learner's weights, with `codes` and an adapter's copies."""
     item, format = compute.dtype.itemsize, compute.format(cfg.rollout.weights)
     if cfg.train.lora:
         adapter = MASTER * sum(adapter_sizes(cfg, model)) + adapter_copies(cfg, model, item)
@@ -102,8 +102,7 @@ def learner(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def turned_codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of the codes by which a frozen int8 base multiplies gradients
-    (`model.frozen`)."""
+    """Count the codes by which a frozen int8 base multiplies gradients (`model.frozen`)."""
     if compute.dtype != torch.float32 or not limbs.supports_device(compute.device):
         return 0
     format = get_format(compute.format(cfg.rollout.weights))
@@ -115,8 +114,8 @@ def turned_codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of an aligned learner's codes beside the adapter's base, and of transposed
-    codes for gradients."""
+    """Count an aligned learner's codes beside the adapter's base, and transposed codes for
+    gradients."""
     forward_format = cfg.forward_weights
     has_base_codes = cfg.train.lora and forward_format == cfg.rollout.weights
     code_bytes = 0
@@ -129,7 +128,7 @@ def codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def optimizer(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of moments and float32 masters. An adapter is its own master."""
+    """Count moments and float32 masters. An adapter is its own master."""
     kind = cfg.train.optimizer
     if cfg.train.lora:
         is_hidden = kind == "muon"
@@ -162,7 +161,7 @@ def gradient(cfg: RunConfig, compute: Compute, micro_batches: int) -> tuple[int,
 
 
 def engine(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of the engine's own weights, or of its adapters under LoRA."""
+    """Count the engine's own weights, or its adapters under LoRA."""
     format = get_format(compute.format(cfg.rollout.weights))
     item = (format.dtype or compute.dtype).itemsize
     num_noisy = sum(norm.weight.numel() for _, norm in noisy_norms(model)) if cfg.noise else 0
@@ -179,8 +178,8 @@ def large_batch(cfg: RunConfig, model: Transformer) -> int:
 
 
 def dense_copies(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of the engine's copies beside the codes: for `keep_dense` on CUDA, for
-    products on a CPU."""
+    """Count the engine's copies beside the codes: for `keep_dense` on CUDA, for products on a
+    CPU."""
     asked = compute.format(cfg.rollout.weights)
     format = get_format(asked)
     item = (format.dtype or compute.dtype).itemsize
@@ -200,8 +199,8 @@ def _dense_copy_bytes(
     item: int,
     is_exact: bool,
 ) -> int:
-    """Return the bytes of a layer's copy beside its codes in `form`. item: bytes of a dense weight.
-    is_exact: an exact engine multiplies the codes themselves."""
+    """Count a layer's copy beside its codes. item: bytes of a dense weight. is_exact: an exact
+    engine multiplies the codes."""
     size = _num_weights(linear)
     dense_bytes = item * size
     if compute.device.type == "cuda":
@@ -216,13 +215,13 @@ def _dense_copy_bytes(
         return dense_bytes if size >= PACK_FROM else 0
     if isinstance(form, Int8) and w8a8_onednn.supports_device(compute.device):
         is_packed_twice = w8a8_vnni.supports_device(compute.device) and w8a8_onednn.has_amx()
-        return 2 * size if is_packed_twice else size  # codes in tiles, in oneDNN's order
+        return 2 * size if is_packed_twice else size
     return MASTER * size
 
 
 def compact_head(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the most bytes of an exact CPU engine's bfloat16 copy of the head
-    (`Transformer.logits`). The head's values decide whether it exists, and its size."""
+    """Count the most bytes of an exact CPU engine's bfloat16 head (`Transformer.logits`). Its
+    values decide whether there is one."""
     format = compute.format(cfg.rollout.weights)
     is_exact = exactness.of_engine(cfg, compute, model.spec, format)
     if not is_exact or compute.device.type != "cpu" or model.spec.hidden_size % ordered.GROUP:
@@ -231,8 +230,7 @@ def compact_head(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def watch(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of the copies that `weights/*` compares with: adapters, or the learner's
-    linear weights and the engine's codes."""
+    """Count the copies that `weights/*` compares with."""
     if not _is_watched(cfg):
         return 0
     if cfg.train.lora:
@@ -247,15 +245,15 @@ def watch(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def watching(cfg: RunConfig, model: Transformer) -> int:
-    """Return the temporary bytes of measuring `weights/*`: float32 matrices of this layer and the
-    previous one (`weights.watch`)."""
+    """Count the temporary float32 matrices of `weights/*`: of this layer and the previous one
+    (`weights.watch`)."""
     if not _is_watched(cfg):
         return 0
     if not cfg.train.lora:
         return 3 * MASTER * largest(model)
     peak = previous_size = 0  # numbers
     for _, linear in model.linears():
-        # The previous layer's matrices still have a name while the base and its copy are made.
+        # The previous layer's matrices still have a name while these are made.
         size = _num_weights(linear)
         making_base = 2 * previous_size + size
         making_copy = previous_size + 2 * size
@@ -271,19 +269,18 @@ def frozen(compute: Compute, model: Transformer) -> int:
 
 
 def critic(compute: Compute, model: Transformer) -> int:
-    """Return the bytes of PPO's critic and its optimiser, without gradients."""
+    """Count PPO's critic and its optimiser, without gradients."""
     head_size = 0 if model.lm_head is None else model.lm_head.numel()
     num_learning = sum(p.numel() for p in model.parameters()) - head_size
     return num_learning * (compute.dtype.itemsize + _master_bytes(compute) + 2 * MASTER)
 
 
 def _is_watched(cfg: RunConfig) -> bool:
-    """Return whether `weights/*` is measured: a remote engine shows only adapters."""
     return cfg.train.weight_metrics and (cfg.train.lora or cfg.rollout.engine == "native")
 
 
 def _product_shape(linear: Linear, model: Transformer) -> tuple[int, int]:
-    """Return the [rows, columns] of one product, of a stack those of one expert."""
+    """Return the shape of one product, of a stack that of one expert."""
     rows, columns = linear.weight.shape
     if isinstance(linear, StackedLinear):
         rows //= model.spec.mixture.num_experts

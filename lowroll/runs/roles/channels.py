@@ -58,7 +58,7 @@ def receiver(
 
 class TrainerChannel:
     """The trainer's end of the channel. It waits for an orchestrator that restarts or makes batches
-    again. alive: ends such a wait by an exception. on_batch: called with each batch."""
+    again, until `alive` raises."""
 
     def __init__(
         self, alive: Alive, on_batch: Callable[[Batch], None] = lambda batch: None
@@ -80,7 +80,6 @@ class TrainerChannel:
         return batch
 
     def _receive(self, deadline: float) -> Batch:
-        """Return the next batch, by `deadline` of `time.monotonic`."""
         assert self._receiver is not None
         has_warned = False
         while True:

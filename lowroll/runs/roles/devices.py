@@ -1,7 +1,7 @@
 """The assignment of GPUs to a launcher's children. No torch.
 
-Each of the learner's ranks has one of the first GPUs. The engines share the others, or the
-learner's if there are no others, each as many as it needs.
+The learner's ranks have the first GPUs, one each. The engines share the others, or the learner's if
+there are no others.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Placement:
 
 
 def visible() -> list[str]:
-    """Return this process's GPUs: CUDA_VISIBLE_DEVICES, else all of the machine."""
+    """Return this process's GPUs: CUDA_VISIBLE_DEVICES, else all."""
     if VISIBLE in os.environ:
         return [name.strip() for name in os.environ[VISIBLE].split(",") if name.strip()]
     names = (path.name[6:] for path in Path("/dev").glob("nvidia[0-9]*"))
@@ -61,7 +61,7 @@ def visible() -> list[str]:
 
 
 def place(gpus: Sequence[str], ranks: int = 1, engines: int = 1, each: int = 1) -> Placement:
-    """Assign GPUs to ranks and engines. ValueError if there are GPUs, but fewer than ranks or than
+    """Assign GPUs to ranks and engines. ValueError for fewer GPUs, unless none, than ranks or than
     one engine needs."""
     if not gpus or len(gpus) == ranks == each == 1:
         return Placement()
@@ -84,21 +84,21 @@ def place(gpus: Sequence[str], ranks: int = 1, engines: int = 1, each: int = 1) 
 
 
 def of_run(cfg: RunConfig) -> Placement:
-    """Place the roles of a run on this machine. ValueError as in `place`."""
+    """Place the roles of a run. ValueError as in `place`."""
     gpus_per_engine = 1 if cfg.rollout.engine == "native" else cfg.rollout.vllm.tensor_parallel_size
     gpus = [] if cfg.device == "cpu" else visible()
     return place(gpus, cfg.train.gpus, cfg.rollout.engines, gpus_per_engine)
 
 
 def check_ranks(cfg: RunConfig) -> None:
-    """Raise ValueError if there are GPUs, but fewer than ranks."""
+    """Raise ValueError for fewer GPUs, unless none, than ranks."""
     if cfg.device != "cpu":
         place(visible(), cfg.train.gpus)
 
 
 def own_first(local: int, gpus: Sequence[str]) -> dict[str, str]:
     """Return the environment of the machine's rank `local`: its own GPU first, then the others',
-    which NCCL reaches. ValueError without a GPU for it."""
+    which NCCL reaches. ValueError without one."""
     if len(gpus) < 2 and not local:
         return {}
     if local >= len(gpus):

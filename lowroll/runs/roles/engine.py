@@ -1,7 +1,7 @@
 """The engine of a run, for `lowroll serve FILE`.
 
 A vLLM listens on a Unix socket that only this user can reach, since its control routes need no
-token. A restarted engine keeps its address.
+token.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def take_role(paths: RunPaths, stack: ExitStack, named: str | None) -> tuple[str
 
 
 def build(cfg: RunConfig) -> NativeEngine:
-    """Build an engine over the learner's initial model. ValueError names the invalid setting."""
+    """Build an engine over the learner's initial model."""
     from lowroll.engine.native import NativeEngine
     from lowroll.runs.assembly import engines, models
     from lowroll.runs.assembly.compute import Compute

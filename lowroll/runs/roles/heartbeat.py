@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 INTERVAL_S = 1.0
 SILENT_S = 30.0  # without a heartbeat until a warning
 GONE_S = 1800.0  # until others stop waiting for a restart
-LONGEST_STEP_S = 86_400.0  # wait for another role's output; its heartbeat tells if it is gone
+LONGEST_STEP_S = 86_400.0  # for another role's output, while its heartbeat tells if it is gone
 VARIABLE = "LOWROLL_SILENT_S"  # replaces SILENT_S, for tests
 
 
@@ -83,7 +83,7 @@ class Heartbeat:
                 temporary.write_text(json.dumps(self.report))
                 os.replace(temporary, self.path)
                 self._trouble = ""
-            except OSError as error:  # a full disk must not end the run; the next beat may work
+            except OSError as error:  # a full disk must not end the run
                 if self._trouble != str(error):
                     self._trouble = str(error)
                     log.warning("%s: %s", self.path, error.strerror or error)
@@ -108,7 +108,7 @@ class HeartbeatMonitor:
         self.report: dict[str, Any] | None = read_heartbeat(path)
         self._changed_at = clock()
         self._changes = 0
-        self._has_warned = False  # of the present silence
+        self._has_warned = False
 
     def look(self) -> bool:
         """Read the heartbeat. Return whether it has changed."""

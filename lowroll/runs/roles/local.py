@@ -128,7 +128,7 @@ def die_with_parent() -> None:
 
 
 def reserve_port(host: str) -> socket.socket:
-    """Return a socket that reserves a port; a process that names the port may listen there."""
+    """Return a socket that reserves a port, where a process may listen."""
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind((host, 0))

@@ -131,7 +131,7 @@ class Orchestration:
         )
         environments = RunEnvironments(cfg)
         self.tokens = paths.tokens()  # before any wait, so that a missing token is reported at once
-        # "meeting", not "waiting", which is ready: refused settings below then end a launch at once
+        # not "waiting", which is ready: refused settings below then end a launch at once
         heartbeat.update(phase="meeting", doing="the trainer")
         tell(f"waiting for the trainer in {paths.run} (lowroll train)")
         self._meet_trainer()
@@ -140,7 +140,6 @@ class Orchestration:
         tell(f"waiting for engines: {', '.join(cfg.client.base_url) or 'lowroll serve'}")
         self.pool = stack.enter_context(self._pool(cfg))
         check_engines(trainer_cfg, self.pool)
-        # the engines know their cache size, whatever the settings say
         cache_tokens = self.pool.server.cache_tokens or None
         sized_rollout = cfg.rollout.model_copy(update={"cache_tokens": cache_tokens})
         cfg = cfg.model_copy(update={"rollout": sized_rollout})
@@ -180,7 +179,7 @@ class Orchestration:
         self.trainer.check()
 
     def check_needed(self) -> None:
-        """Check as `alive` does. FrameGone when the trainer needs batches that are gone."""
+        """Check as `alive` does. FrameGone when the trainer needs lost batches."""
         self.alive()
         self.channel.check()
 
@@ -190,10 +189,10 @@ class Orchestration:
         self.check_stop()
 
     def _meet_trainer(self) -> None:
-        """Wait until the trainer has begun or resumed, because files may be of an earlier run."""
+        """Wait for a begun or resumed trainer, because files may be of an earlier run."""
 
         def has_begun() -> bool:
-            is_alive = self.trainer.alive  # reads the report
+            is_alive = self.trainer.alive
             report = self.trainer.report or {}
             phase = report.get("phase")
             if phase == "ended":  # counts if no batch follows, else another trainer starts
@@ -213,7 +212,7 @@ class Orchestration:
         elastic = None
         if found.hostname is not None:
             elastic = Elastic(found.hostname, found.port, found.sync_interval)
-        if client.base_url or elastic is not None:  # engines that others started
+        if client.base_url or elastic is not None:
             urls = list(client.base_url)
             token = os.environ.get(client.api_key_var) or token
             for url in overheard(urls or [f"http://{found.hostname}"]):
@@ -273,11 +272,11 @@ class Orchestration:
         tell("the trainer has learned from every batch; nothing is left to make")
 
     def _make_after(self, last_made: int) -> None:
-        """Make the batches after step `last_made`, with the evaluations between them, and wait
-        until the trainer has committed all. NoSignal ends the channel early."""
+        """Make the batches after step `last_made` with the evaluations, and wait until the trainer
+        has committed all. NoSignal ends the channel early."""
         try:
             if (ended := self.channel.spool.ended()) is not None:
-                raise NoSignal(ended)  # recorded by an earlier process
+                raise NoSignal(ended)
             for step in range(last_made + 1, self.last + 1):
                 self._evaluate_after(step - 1)
                 self.step(step)
@@ -296,7 +295,7 @@ class Orchestration:
         self.heartbeat.update(
             step=step, phase="waiting", doing=f"for the weights of {self.needs(step)}"
         )
-        if step == 1 or self.level == 0:  # other batches wait for them themselves
+        if step == 1 or self.level == 0:  # other batches wait for their weights themselves
             began = time.monotonic()
             self.versions.at_least(self.needs(step), step - 1)
             self._waited_s = time.monotonic() - began
@@ -308,7 +307,6 @@ class Orchestration:
         self._commit()
 
     def _pace(self, batch: Batch) -> dict[str, float]:
-        """Return the engines' metrics, and at level 0 this role's waits."""
         now = time.monotonic()
         wall_s = max(now - self._last_batch_at, 1e-9)
         self._last_batch_at = now
@@ -341,9 +339,9 @@ class Orchestration:
             log.info("going on after the batch of step %d in the spool", newest.step)
             return newest.step
         self.channel.go_back(cursor)
-        if cursor.received > cursor.committed:  # of batches that may differ when made again
+        if cursor.received > cursor.committed:  # they may differ when made again
             tell(dismissal(cursor.attempt))
-            cursor = self._cursor()  # of the next attempt
+            cursor = self._cursor()
         self.committed = cursor.committed
         forget_evaluations(self.paths.run, cursor.committed)
         truncate_rollouts(self.paths.run / "rollouts", cursor.committed)
@@ -357,8 +355,6 @@ class Orchestration:
         return checkpoint.step
 
     def _cursor(self) -> Cursor:
-        """Wait for the cursor of the current trainer, or of one that has ended."""
-
         def has_spoken() -> bool:
             self.trainer.look()
             report = self.trainer.report or {}
@@ -381,7 +377,7 @@ class Orchestration:
     # -- evaluations -------------------------------------------------------------------------------
 
     def _evaluate_after(self, step: int) -> None:
-        """Evaluate after a step if due; above level 0 with the newest policy by then."""
+        """Evaluate after a step if due; above level 0 with the newest policy."""
         if step < 1 or not self.batches.evaluations.due(step) or self._recorded(step):
             return
         self.heartbeat.update(phase="waiting", doing=f"for the weights of {step}, to evaluate them")
@@ -399,7 +395,7 @@ class Orchestration:
 
 
 def _check_reached(said: Mapping[str, Any]) -> None:
-    """Raise ValueError for another machine's engine with an address that leads to this one."""
+    """Raise ValueError for another machine's engine whose address leads to this machine."""
     if said.get("host") == socket.gethostname():
         return
     if str(said["url"]).startswith("unix:"):

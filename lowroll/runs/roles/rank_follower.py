@@ -1,7 +1,7 @@
 """The learner's ranks other than rank 0, which follow its orders.
 
     rank 0        learn + batch    checkpoint    ...    finish    end
-    the others    the same calls on a learner of the same kind, whose run folder writes nothing
+    the others    the same calls on a learner whose run folder writes nothing
 
 Only rank 0 reads the channel, writes and broadcasts.
 """
@@ -45,7 +45,7 @@ Do = Literal["learn", "checkpoint", "finish", "end"]
 
 @dataclass(frozen=True)
 class Order:
-    """An order to all ranks. step: of the batch or checkpoint."""
+    """An order to all ranks."""
 
     do: Do
     step: int = 0
@@ -195,8 +195,7 @@ class ReadOnlyFolder(RunFolder):
 
 
 class MirrorPublisher:
-    """A publisher for remote engines. whole: the gathered weights, on `device` of the leading
-    rank."""
+    """A publisher for remote engines. whole: the gathered weights, on `device` of rank 0."""
 
     cache_tokens = None
     hidden_bytes = 0

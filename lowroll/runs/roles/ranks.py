@@ -1,12 +1,11 @@
-"""The learner's ranks as processes on one machine.
+"""The learner's ranks as processes.
 
 torchrun, srun or `lowroll train` with `train.gpus` above 1 set the environment. The latter starts
 
     rank 0         the trainer                                       log logs/trainer-rank0.log
     rank 1, ...    which follow it (`runs.roles.rank_follower`)      log logs/trainer-rank1.log, ...
 
-When one ends or is silent all end. The first signal goes to rank 0, which finishes the step and
-releases the others.
+When one ends or is silent all end. The first signal goes to rank 0, which finishes the step.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOCAL = "LOCAL_RANK"  # index on its machine; if unset all ranks are on one
 
 POLL_S = 0.1
-BLAME_S = 1.0  # to wait after the first exit: the cause is not always seen first
+BLAME_S = 1.0  # after the first exit: the cause is not always seen first
 LEAVING_S = 30.0  # for the others, after rank 0
 LOST = 3  # exit code of a rank that lost another
 STOPPED = 128 + signal.SIGTERM  # exit code of rank 0 after a requested stop
@@ -100,8 +99,8 @@ def _read_number(name: str, environ: Mapping[str, str]) -> int:
 def launch_ranks(cfg: RunConfig, words: Sequence[str], resume: bool, overwrite: bool) -> RunResult:
     """Learn with `train.gpus` ranks. words: the command after `lowroll`.
 
-    ValueError has what a rank refuses, RunFailed the last error of one that ended or hangs, OSError
-    that of a full disk.
+    ValueError has what a rank refuses, RunFailed the error of one that ended or hangs, OSError that
+    of a full disk.
     """
     resolved = cfg.resolved()
     refuse(resolved)
@@ -129,7 +128,7 @@ class RankSupervisor:
         self.ranks = []
         for rank in range(size):
             heartbeat = paths.heartbeat(rank_role(rank))
-            heartbeat.unlink(missing_ok=True)  # of another launch
+            heartbeat.unlink(missing_ok=True)
             env = os.environ | RankEnvironment(rank, size, rank, host, port).variables
             process = LocalProcess(env, paths.log(f"{TRAINER}-rank{rank}"))
             self.ranks.append(Role(f"rank {rank}", words, process, heartbeat))
@@ -179,7 +178,7 @@ class RankSupervisor:
     def _failed(self) -> list[Role]:
         ended = [rank for rank in self.ranks if not rank.process.is_alive()]
         for rank in ended:
-            rank.process.kill()  # the rest of its group
+            rank.process.kill()
         return [rank for rank in ended if rank.exit_code not in (0, STOPPED)]
 
     def _is_any_alive(self) -> bool:

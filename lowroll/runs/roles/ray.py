@@ -34,11 +34,10 @@ from lowroll.transport.base import wait_until
 from lowroll.types import RunFailed, printable
 
 MODE, RAYS_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
-# of the variables that a role inherits from the command
 PASSED = ("LOWROLL_", "HF_", "WANDB_", "MLFLOW_", "TRACKIO_", "NCCL_", "GLOO_")
 POLL_S = 0.1
-# A separate program, since Ray reads its token settings at import. It exits with 0 when the cluster
-# answers a client without a token.
+# Ray reads its token settings at import, so this is a separate program. It exits with 0 when the
+# cluster answers a client without a token.
 AUTH_PROBE = """
 import sys
 from ray._raylet import GcsClient
@@ -74,7 +73,7 @@ def processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> dict[str, Ac
         actor_processes[role] = process
     timeout_s = deadline_s + POLL_S  # a process reports a missing node earlier
     wait_until(
-        # a list: all are asked each time, because asking creates a missing actor
+        # a list: asking creates a missing actor, so all are asked each time
         lambda: all([process.is_placed() for process in actor_processes.values()]),
         "the actors of Ray",
         timeout_s,
@@ -102,8 +101,7 @@ def demands(cfg: RunConfig, gpus: float) -> dict[str, tuple[float, float]]:
 
 
 def package(address: str | None) -> Any:
-    """Import Ray with token authentication, without telemetry. ValueError when it is missing or in
-    use."""
+    """Import Ray with token authentication. ValueError when it is missing or in use."""
     if sys.modules.get("ray") and os.environ.get(MODE) != "token":
         raise ValueError(
             f"launcher: ray: ray was imported before, without {MODE}=token in the environment: it reads "
@@ -140,7 +138,6 @@ def _connect_cluster(cfg: RunConfig) -> Iterator[None]:
 
 
 def _join_cluster(ray: Any, address: str) -> None:
-    """Connect to a cluster. ValueError for an unreachable one, or one without tokens."""
     try:
         if is_loopback(address.rpartition(":")[0]):
             _keep_loopback()
@@ -159,7 +156,7 @@ def _join_cluster(ray: Any, address: str) -> None:
 @contextmanager
 def _own_cluster(cfg: RunConfig, ray: Any) -> Iterator[None]:
     min_cpus = sum(int(cpus) for cpus, _ in demands(cfg, 0).values())
-    # for this user alone, which Ray does not ensure, and short, as socket names must be
+    # private, which Ray does not ensure, and short, as socket names must be
     folder = tempfile.mkdtemp(prefix="lowroll-ray-", dir="/tmp")
     _keep_loopback()
     try:
@@ -183,7 +180,7 @@ def _own_cluster(cfg: RunConfig, ray: Any) -> Iterator[None]:
             raise RunFailed(f"Ray listens at {host}, and was asked to at 127.0.0.1")
         yield
     finally:
-        ray.shutdown()  # before its folder goes
+        ray.shutdown()
         os.environ.pop(RAYS_TOKEN, None)
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -274,8 +271,8 @@ def _reserve_group(wanted: dict[str, tuple[float, float]], deadline_s: float) ->
 
 @contextmanager
 def role_variables(cfg: RunConfig, paths: RunPaths) -> Iterator[tuple[str, str]]:
-    """Write the roles' environment variables and a word into a private file, because secrets do not
-    go through Ray. Yield its path and the word."""
+    """Write the roles' environment variables into a private file, because secrets do not go through
+    Ray. Yield its path and a word that identifies it."""
     names = {THREADS, cfg.client.api_key_var, *cfg.ray.pass_env}
     names.update(name for env in (*cfg.env, *(cfg.eval.env or ())) for name in env.pass_env)
     inherited = {k: v for k, v in os.environ.items() if k in names or k.startswith(PASSED)}

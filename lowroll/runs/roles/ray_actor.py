@@ -23,7 +23,7 @@ from lowroll.runs.roles.local import LocalProcess, exit_of, is_port_free
 from lowroll.runs.roles.role import Exit, RoleProcess, is_writer
 from lowroll.types import RunFailed, printable
 
-WORD = "word"  # of the reply: identifies the launcher's file
+WORD = "word"  # identifies the launcher's file
 # Variables that a role does not get: it uses no cluster, and Ray limits its threads.
 OURS, THREADS = "RAY_", "OMP_NUM_THREADS"
 ANSWER_S = 20.0  # for a known actor
@@ -38,7 +38,7 @@ class RoleActor:
 
     def meet(self, folder: str, variables: str, word: str) -> dict[str, str]:
         """Return the actor's address, host and node, and as `wrong` why the role cannot run there.
-        variables: the file of environment variables in the run folder."""
+        variables: the file of environment variables."""
         import ray
 
         node_info = {
@@ -73,7 +73,7 @@ class RoleActor:
         return self.process.pid, self.process.log_start
 
     def ends(self) -> list[Exit]:
-        """Return the process's end as a list, which is empty before."""
+        """Return the process's end in a list, which is empty before."""
         if self.process is None or self.process.is_alive():
             return []
         return [self.kill()]
@@ -94,7 +94,7 @@ class RoleActor:
 
 
 class ActorLost(Exception):
-    """A lost or silent actor; the message has the reason."""
+    """A lost or silent actor."""
 
 
 class ActorAway(ActorLost):
@@ -114,7 +114,7 @@ class Bundle:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        # the class is sent by name: lowroll is installed on every node
+        # by name: lowroll is installed on every node
         options = ray.remote(RoleActor).options(
             num_cpus=self.cpus,
             num_gpus=self.gpus,
@@ -145,9 +145,9 @@ class ActorProcess(RoleProcess):
         self.log = log
         self.lock = lock
         self.pid = 0
-        self.node: dict[str, str] = {}  # the reply to `meet`
+        self.node: dict[str, str] = {}
         self.actor: Any = None
-        self._meeting: Any = None  # the pending reply
+        self._meeting: Any = None
         self._unplaced_since = 0.0
         self._log_start = 0
         self._ends: Any = None  # the pending reply of `ends`
@@ -163,7 +163,7 @@ class ActorProcess(RoleProcess):
 
     def _meet(self) -> bool:
         """Return whether the actor has reported a usable node; create it if there is none. Errors
-        are those of `is_placed`, and ValueError for a node that cannot run the role."""
+        are those of `is_placed`, and ValueError for an unusable node."""
         if self.node:
             return True
         if self.actor is None:
@@ -202,7 +202,7 @@ class ActorProcess(RoleProcess):
 
     def _is_left(self) -> bool:
         if not self._lost_at or time.monotonic() - self._lost_at > LEFT_S:
-            return False  # the next process names the one that holds it
+            return False
         try:
             refuse_locked(self.lock)
         except RunLockedError:
@@ -226,8 +226,7 @@ class ActorProcess(RoleProcess):
         return self.exit is None and self.pid > 0
 
     def _ask_for_exit(self) -> None:
-        """Set `exit` when the actor reports the end. Never waits: a pending question is checked at
-        the next call."""
+        """Set `exit` when the actor reports the end, without waiting."""
         if self._ends is None:
             if time.monotonic() < self._ask_at:
                 return
@@ -235,7 +234,7 @@ class ActorProcess(RoleProcess):
         try:
             exits = answer(self._ends)
         except ActorAway:
-            exits = []  # the role is then silent too, so its heartbeat decides
+            exits = []  # the heartbeat decides, as the role is silent too
         except ActorLost as error:
             return self._lose(error)
         if exits is None:
@@ -318,7 +317,7 @@ def answer(request: Any, timeout_s: float = 0.0) -> Any:
 
 
 def first_cause(error: Exception) -> str:
-    """Return the cause of an actor's end from Ray's message."""
+    """Return the cause in Ray's message about an actor's end."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [line for line in lines if "because" in line]
     sentence = (causes or lines or [type(error).__name__])[0]

@@ -36,8 +36,7 @@ class Exit:
 
 
 class RoleProcess(ABC):
-    """A role's process, which can be restarted after its end. address: of its machine. exit: set
-    when it was killed or found dead."""
+    """A role's process, which can be restarted. exit: set when it was killed or found dead."""
 
     log: Path
     address = "127.0.0.1"
@@ -106,7 +105,7 @@ class RestartBudget:
 
     def count_full_disk(self) -> float:
         """Undo the count of a start that ended with a full disk. Return the seconds since the first
-        such end in a row, with gaps of at most WINDOW_S."""
+        of such ends in a row, at most WINDOW_S apart."""
         now = time.monotonic()
         if self.full_disks and now - self.full_disks[-1] > WINDOW_S:
             self.full_disks.clear()
@@ -127,8 +126,8 @@ class Role:
         self.process = process
         self.monitor = HeartbeatMonitor(heartbeat)
         self.budget = RestartBudget()
-        self.is_ready = False  # has been past its start in this launch
-        self.is_done = False  # has ended as it should
+        self.is_ready = False
+        self.is_done = False
         self.start_at = 0.0  # `time.monotonic` of a planned start, else 0
 
     def start(self, *more: str) -> None:

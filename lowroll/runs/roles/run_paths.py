@@ -2,9 +2,9 @@
 
 config.yaml, metrics.jsonl, checkpoints/, final/, broadcasts/    the trainer's
 rollouts/, orchestrator/{ledger.jsonl, spool/, evaluations.jsonl}   the orchestrator's
-roles/<role>.json     a role's heartbeat      roles/<role>/.lock   who has the role
-roles/rollouts.json   the address of the orchestrator's socket (zmq)
-roles/weights.json    the address of the trainer's socket (nccl, cuda_ipc)
+roles/<role>.json     a role's heartbeat      roles/<role>/.lock   its holder
+roles/rollouts.json   the orchestrator's address (zmq)
+roles/weights.json    the trainer's address (nccl, cuda_ipc)
 roles/tokens.json     the tokens of the engines' clients; for the user alone
 """
 
@@ -67,8 +67,8 @@ class RunPaths:
         return [f"{ENGINE}-{n}" for n in sorted(int(n) for n in numbers if n.isdigit())]
 
     def tokens(self) -> tuple[str, str]:
-        """Return the tokens of clients and admin: the environment's, else those of a file, which
-        the first call makes. ValueError for one token alone, or a short one."""
+        """Return the tokens of clients and admin: the environment's, else a file's, which the first
+        call makes. ValueError for one token alone, or a short one."""
         env_tokens = [os.environ.get(name, "") for name in (TOKEN, ADMIN)]
         if any(env_tokens):
             for name, token in zip((TOKEN, ADMIN), env_tokens, strict=True):

@@ -1,8 +1,8 @@
 """The supervisor of a run's roles, for `launcher: local` and `launcher: ray`.
 
 A role that has ended or is silent is restarted alone. After 5 restarts within 10 minutes the run
-stops with that role's last error. The first signal lets the trainer finish its step and write a
-checkpoint, the second ends everything at once.
+stops with its last error. The first signal lets the trainer finish its step and write a checkpoint,
+the second ends everything at once.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def launch(
     resume: bool,
     overwrite: bool,
 ) -> RunResult:
-    """Make a run by its roles. texts: files of a notebook or script that the roles need.
+    """Make a run by its roles. texts: files of a notebook or script.
 
     RunLockedError names another run in the folder, ValueError has what a role refuses, RunFailed
     the last error of one that could not be kept alive.
@@ -131,7 +131,7 @@ class Supervisor:
         self.display = display
         self.stop = stop
         self.flags = list(flags)
-        self.addresses: dict[str, tuple[str, int]] = {}  # of engines, by role
+        self.addresses: dict[str, tuple[str, int]] = {}
         self.trainer = role(TRAINER, "train")
         self.orchestrator = role(ORCHESTRATOR, "orchestrate")
         self.engines = [role(name, "serve") for name in engine_roles(cfg)]
@@ -164,7 +164,6 @@ class Supervisor:
         return self.stop.signal
 
     def _stop(self) -> int:
-        """End all roles once the trainer has written its checkpoint; return the signal."""
         self.trainer.process.signal(signal.SIGTERM)
         deadline = time.monotonic() + STOPPING_S
         while self.trainer.process.is_alive() and time.monotonic() < deadline:
@@ -207,7 +206,7 @@ class Supervisor:
             role.process.kill()
             self._restart(role, hang)
         elif not role.process.is_alive():
-            role.process.kill()  # the rest of its group
+            role.process.kill()
             if role.exit_code == 0 and role not in self.engines:
                 role.is_done = True
                 return
@@ -273,7 +272,6 @@ class Supervisor:
         return [f"weight_broadcast.host={address}", "weight_broadcast.port=0"]
 
     def _note_address(self, role: Role) -> None:
-        """Remember an engine's address, which it does not report during a restart."""
         url = (role.monitor.report or {}).get("url")
         if url and role.is_ready:
             parts = urlsplit(str(url))
@@ -281,7 +279,7 @@ class Supervisor:
 
     def _engine_port(self, engine: Role) -> int:
         """Return the port that the orchestrator knows, at first 0 for any. If it is taken or of
-        another machine, return 0 and restart the orchestrator, which then finds the engine."""
+        another machine, return 0 and restart the orchestrator."""
         address = engine.process.address
         host, port = self.addresses.get(engine.name, ("", 0))
         if not port or (host == address and engine.process.is_port_free(port)):
@@ -305,11 +303,11 @@ class Display:
     def __init__(self, cfg: RunConfig, paths: RunPaths, view: LiveView, resume: bool) -> None:
         self.run = paths.run
         self.view = view
-        self.step = 0  # of the last shown record
+        self.step = 0
         if resume and (self.run / METRICS_FILE).is_file():
             self.step = max((record["step"] for record in read(self.run)), default=0)
         self.evaluations = read_evaluations(self.run)  # already shown
-        self._sizes: list[int] = []  # of the record files
+        self._sizes: list[int] = []
         logs = self.run / LOGS
         self.warnings = {
             TRAINER: Warnings(logs, "attempt", *map(rank_role, range(1, cfg.train.gpus))),
@@ -317,8 +315,7 @@ class Display:
         }
 
     def show(self, roles: Sequence[Role], records: bool) -> None:
-        """Show the roles' news, and with `records` the run folder's, which must be of this
-        launch."""
+        """Show the roles' news, and with `records` the run folder's."""
         files = [self.run / name for name in (METRICS_FILE, EVALUATIONS_FILE)]
         sizes = [path.stat().st_size if path.is_file() else 0 for path in files]
         if records and sizes != self._sizes:

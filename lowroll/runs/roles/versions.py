@@ -45,15 +45,15 @@ class Versions:
         return 0 if self.held is None else self.held.version
 
     def at_least(self, version: int, most: int) -> int:
-        """Load and return the newest version up to `most`; wait until `version` is there."""
+        """Load and return the newest version up to `most`; wait for `version`."""
         return self._await(version, lambda: self.broadcasts.newest(most))
 
     def exactly(self, version: int) -> int:
-        """Load and return this version; wait until it is there."""
+        """Load and return this version; wait for it."""
         return self._await(version, lambda: self.broadcasts.at(version))
 
     def _await(self, version: int, allowed: Callable[[], Broadcast | None]) -> int:
-        """Load the broadcast of `allowed` once it has at least this version. Version 0 needs no
+        """Load the broadcast of `allowed` once it has this version. Version 0 needs no
         broadcast."""
         broadcast = allowed()
         if broadcast is None or broadcast.version < version:
@@ -108,7 +108,6 @@ class Versions:
         self.retract(oldest - 1)
 
     def _is_gone(self, taken: Broadcast, version: int) -> bool:
-        """Return whether a version was replaced, or is missing and later than `version`."""
         current = self.broadcasts.at(taken.version)
         return taken.version > version if current is None else _is_replaced(taken, current)
 
