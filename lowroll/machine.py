@@ -90,7 +90,6 @@ def _limit() -> int | None:
 
 
 def _held() -> int:
-    """Return the container's used memory without file caches, which the kernel can drop."""
     try:
         used = int((GROUP / "memory.current").read_text())
         kept = dict(line.split() for line in (GROUP / "memory.stat").read_text().splitlines())

@@ -51,7 +51,7 @@ class ToolInvocation:
 
 @dataclass(frozen=True)
 class Spoken:
-    """A turn: the text before the first call, the calls, and the errors of unreadable ones."""
+    """A turn: the text before the first call, the calls, and errors of unreadable ones."""
 
     content: str
     calls: tuple[ToolInvocation, ...] = ()
@@ -187,7 +187,6 @@ def _unquoted(text: str) -> Any:
 
 
 def _tagged(call: Callable[[str], ToolInvocation], text: str) -> Spoken:
-    """Read calls between <tool_call> and </tool_call>, where the last end tag may be missing."""
     begin = text.find(_OPEN)
     if begin < 0:
         return Spoken(text)
@@ -248,7 +247,6 @@ def _llama3_json(text: str) -> Spoken:
 
 
 def _begins_with_name(text: str) -> bool:
-    """Return whether a turn without a mark begins with a call's first key."""
     brace, inside = text.lstrip(_SPACE)[:1], text.lstrip(_SPACE)[1:].lstrip(_SPACE)
     return brace == "{" and inside.startswith(('"name"', '"type": "function"', '"parameters"'))
 
@@ -359,7 +357,6 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
 
 
 def _first_json(text: str) -> tuple[Any, str]:
-    """Return the leading JSON value of a text and the rest."""
     text = text.lstrip(_SPACE)
     try:
         value, end = _DECODER.raw_decode(text)

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
 Message = dict[str, Any]  # of a chat: {"role": ..., "content": ..., and further keys by role}
-# done: the environment ended it; turns: the limit of turns; length: a turn was cut; tokens: no room
-# for another turn; error: the environment failed; abort: it was given up
+# done: by the environment; turns: their limit; length: a turn was cut; tokens: no room for another
+# turn; error: the environment failed; abort: given up
 Ended = Literal["done", "turns", "length", "tokens", "error", "abort"]
 
 # The limits of a request, which a configuration must also keep.
@@ -52,7 +52,7 @@ class Prompt:
     """One task of an environment. `info` is its scorer's JSON data, such as the gold answer."""
 
     id: str  # stable and unique within its environment
-    env: str  # that made it and scores it
+    env: str  # that made it
     messages: list[Message]
     info: dict[str, Any] = field(default_factory=dict)
 
@@ -63,8 +63,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Score:
-    """A computed reward. `metrics` are averaged in the log; `extra` is JSON data kept with the
-    sample."""
+    """A computed reward. `metrics` are averaged in the log; `extra` is JSON data for the record."""
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
@@ -103,7 +102,7 @@ class Request:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    stop_ids: tuple[int, ...] = ()  # beside the model's end-of-sequence ids
+    stop_ids: tuple[int, ...] = ()  # beside the model's own
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False
     seed: int = 0
@@ -133,7 +132,7 @@ class PolicySpan:
 class BehaviorTag:
     """The policy that a rollout was drawn from."""
 
-    policy: tuple[PolicySpan, ...]  # several when weights changed in flight
+    policy: tuple[PolicySpan, ...]  # several after updates in flight
     weights: str  # format of the linear weights: "int8", "bf16", ...
     kv_policy: str = "dense"
     kv_budget: int | None = None
@@ -181,9 +180,9 @@ class Turn:
 
 @dataclass
 class Rollout:
-    """One sampled response, with a drawn end-of-sequence id. `logprobs[t]` is of `token_ids[t]`.
-    `evictions` is None where the engine did not record them. `top_logprobs` has the likeliest
-    tokens at each position, likeliest first and ties by the lower id.
+    """One sampled response, with a drawn end-of-sequence id. `evictions` is None where the engine
+    did not record them. `top_logprobs` has the likeliest tokens at each position, likeliest first
+    and ties by the lower id.
 
     `turns` are a conversation's, else None. Tokens between them are the environment's: their
     log-probs are

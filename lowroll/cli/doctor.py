@@ -1,5 +1,5 @@
 """`lowroll doctor`: print the machine's facts, the kernel of every product, and why a faster one is
-not used. `lowroll doctor MODEL`: print what would run of a model."""
+not used. With MODEL: print what would run of a model."""
 
 from __future__ import annotations
 

@@ -202,7 +202,6 @@ def _before(
 
 
 def _environments(arguments: argparse.Namespace, preset: Preset | None) -> list[dict[str, Any]]:
-    """Return the requested environments, as in `eval.env`; [] keeps the run's own."""
     set_names = arguments.suite
     if not set_names and preset is not None and not arguments.env:
         set_names = preset.sets

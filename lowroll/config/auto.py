@@ -17,11 +17,11 @@ that rounds beside dense rollouts (`train.forward: fp8`) is as far from them as 
 Another engine's kernels differ in bfloat16 by a few hundredths of a nat, and more for single
 tokens. Yao et al. (2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training")
 saw this ruin runs on vLLM's rollouts, and corrected with truncated weights. A cache that rounds its
-keys makes a smaller gap of this kind.
+keys makes a smaller gap.
 
 Formats that round activations differ from a pretrained learner even with shared codes (LoRA) or an
 aligned learner. A capped weight suits int8's gap; those of nvfp4, int4 and w4a8 are too wide for
-any correction, so the guard advises (`guard.kl_above`, docs/algorithms.md).
+any correction (docs/algorithms.md).
 
 GSPO's ratio is a sequence's, so acr, reweight and sparse have no form under it; its corrected form
 is tbpo.

@@ -115,8 +115,6 @@ def _sort_key(line: str) -> tuple[str, int, str]:
 
 
 def _problem_lines(model: type[BaseModel], document: Document, details: ErrorDetails) -> list[str]:
-    """Return the lines of a pydantic error: several for a check of several settings or another
-    tool's keys."""
     loc: Path = tuple(details["loc"])
     if details["type"] == "combination":
         return [_format_problem(document, *problem) for problem in details["ctx"]["problems"]]
@@ -251,8 +249,6 @@ def _unknown_key_hints(
 
 
 def _keys_of_section(model: type[BaseModel], path: Path) -> list[str]:
-    """Return the section's keys at `path`, none for a table. Indices and unknown names are
-    skipped."""
     section: type[BaseModel] | None = model
     for part in path:
         if isinstance(part, str) and section is not None and part in section.model_fields:

@@ -47,7 +47,6 @@ class EnvConfig(Section):
 
 
 def _as_environment_list(value: Any) -> Any:
-    """Wrap a single section in a list; suggest the section for a bare id."""
     if isinstance(value, str):
         ids = [value]
     elif isinstance(value, list):
@@ -86,8 +85,8 @@ class EvalConfig(Section):
     step the same prompts are also drawn as rollouts.
     """
 
-    interval: Count | None = None  # steps between two; null: only on request
-    num_examples: Count | None = 64  # null: all of a finite split, and 64 of an endless one
+    interval: Count | None = None  # steps; null: only on request
+    num_examples: Count | None = 64  # null: all of a finite split, 64 of an endless one
     rollouts_per_example: GroupSize = 1  # responses to each
     temperature: Annotated[float, AfterValidator(_greedy_or_drawn)] = 0.0  # 0 is greedy
     top_p: Probability = 1.0  # as rollout.top_p
@@ -95,9 +94,9 @@ class EvalConfig(Section):
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0  # as rollout.min_p
     repetition_penalty: Penalty = 1.0  # as rollout.repetition_penalty
     env: Environments | None = None
-    eval_base_model: bool = True  # evaluate also before the first step
-    skip_eval_on_resume: bool = True  # a resumed run evaluates only when it is due
-    # abort requests in flight for an evaluation, and repeat them after it
+    eval_base_model: bool = True  # also before the first step
+    skip_eval_on_resume: bool = True  # a resumed run evaluates only when due
+    # abort requests in flight, and repeat them afterwards
     cancel_inflight_rollouts_on_eval: bool = False
 
     @property
@@ -150,18 +149,18 @@ class DataConfig(Section):
 
     path: Text  # a file, folder or hub id
     split: Text = "train"  # split for training; a file is one split
-    subset: Text | None = None  # the configuration of a hub's data set, such as main
+    subset: Text | None = None  # configuration of a hub's data set, such as main
     revision: Text | None = None  # its branch, tag or commit
-    streaming: bool = False  # read rows of the hub as they come, without a copy
-    rows: Count | None = None  # how many of the first rows; null: all
-    test_path: Text | None = None  # data for evaluation; null: the test split of `path`
+    streaming: bool = False  # read rows of the hub without a copy
+    rows: Count | None = None  # only the first rows; null: all
+    test_path: Text | None = None  # for evaluation; null: the test split of `path`
     test_split: Text | None = None  # null: test, or else validation
-    # share of the rows for evaluation, without a test split; 0: none
+    # share of rows for evaluation, without a test split; 0: none
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    prompt: Text | None = None  # the column of the prompt; null: found by its name
+    prompt: Text | None = None  # column of the prompt; null: found by its name
     answer: Text | None = None  # of the gold answer, as in reward_model.ground_truth
     completion: Text | None = None  # of the demonstration, for lowroll sft
-    system: Text | None = None  # a system message before prompts that have none
+    system: Text | None = None  # system message before prompts without one
     template: Text = "{text}"  # around the prompt
 
 
@@ -190,7 +189,7 @@ class ScoreConfig(Section):
     workers: Count = 2  # scoring processes
     time_limit: Positive = 10.0  # seconds a response
     memory_limit_mb: Count = 2048  # of a worker
-    # share of failed scores that stops the run, judged from 50 scores on
+    # of failed scores; more stop the run, from 50 scores on
     max_error_rate: Annotated[float, Field(ge=0, lt=1)] = 0.05
 
 
@@ -198,9 +197,9 @@ class FilterConfig(Section):
     """A flag on degenerate rollouts in the metrics; `enforce` also removes them from the loss,
     while their reward stays."""
 
-    type: Literal["gibberish", "repetition"]  # what is flagged: rare tokens, or a loop
-    enforce: bool = False  # remove flagged rollouts from the loss
-    # gibberish: ids above it are rare tokens
+    type: Literal["gibberish", "repetition"]  # rare tokens, or a loop
+    enforce: bool = False  # remove them from the loss
+    # gibberish: higher ids are rare tokens
     token_id_threshold: Whole = 100_000
     logprob_offset: NotNegative = 2.0  # gibberish: nats below the uniform log-prob
     window: Count = 3000  # repetition: consecutive near-certain tokens
@@ -216,15 +215,15 @@ class BufferConfig(Section):
     until a resumed run returns the fractions."""
 
     seed: Seed | None = None  # for what returns to the normal pool; null: the run's
-    # groups whose rewards are all 0 or all 1 are drawn again
+    # draw again groups whose rewards are all 0 or all 1
     online_difficulty_filtering: bool = False
     easy_threshold: Reward | None = None  # null: no easy pool
     hard_threshold: Reward | None = None  # null: no hard pool
-    easy_fraction: Share = 0.0  # of the easy pool, returned at a resumption
+    easy_fraction: Share = 0.0  # share of the easy pool that a resumption returns
     hard_fraction: Share = 0.0  # of the hard pool
     # identity of a prompt ("task", "prompt"); []: no check for duplicates
     hash_keys: Annotated[tuple[Text, ...], Strict(False)] = ()
-    skip_verification: bool = False  # do not score: every reward is 0
+    skip_verification: bool = False  # no scoring: every reward is 0
 
 
 def _code(text: str) -> str:
@@ -239,8 +238,8 @@ def _code(text: str) -> str:
 
 
 class AdvantageFunction(Section):
-    """Advantages by a function of a file: f(rewards, lengths, **kwargs) of one group returns as
-    many numbers."""
+    """Advantages by a function of a file: f(rewards, lengths, **kwargs) of a group returns as many
+    numbers."""
 
     import_path: Annotated[Text, AfterValidator(_code)]  # path/to/file.py:function
     kwargs: dict[str, JsonValue] = {}  # its further arguments

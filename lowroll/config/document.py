@@ -239,7 +239,6 @@ def _to_dict(
 
 
 def _get_child(node: Any, part: str | int, path: Path, mark: Mark) -> Any:
-    """Return the value at a key (None: absent) or an index, or raise ConfigError."""
     if isinstance(node, dict) and isinstance(part, str):
         return node.get(part)
     if isinstance(node, list) and isinstance(part, int) and part < len(node):

@@ -31,7 +31,7 @@ class SparseConfig(Section):
 
     xi_cap: Positive | None = None  # cap of the weights
     token_rs: Bounds | None = None  # (low, high): tokens with xi outside are masked
-    normalize_xi: bool = False  # divide by the batch's mean of xi (one more forward pass)
+    normalize_xi: bool = False  # divide by the batch's mean (one more forward pass)
     veto: Positive | None = 1e-4  # a sequence with any xi below is rejected
     # mask: reject only from the first such token on
     repair: Literal["mask"] | None = None
@@ -40,22 +40,22 @@ class SparseConfig(Section):
 class SurogateLoss(Section):
     """AIPO as Surogate's files spell it."""
 
-    # of the coefficient: of a token, or of the whole response
+    # of a token, or of the whole response
     ratio_type: Literal["token", "sequence"] = "token"
     kl_tau: NotNegative = 0.0  # weight of the log-ratio to the sampler
     adv_tau: NotNegative = 1.0  # weight of the advantage
     teacher_tau: NotNegative = 0.0  # pull to the log-probs of train.teacher
-    token_mask_low: NotNegative = 0.125  # tokens with a lower ratio are masked
-    token_mask_high: Positive = 8.0  # tokens with a higher ratio are masked
-    geo_mask_low: NotNegative = 0.1  # responses with a lower geometric mean are masked
-    geo_mask_high: Positive = 10.0  # responses with a higher one are masked
+    token_mask_low: NotNegative = 0.125  # tokens with lower ratios are masked
+    token_mask_high: Positive = 8.0  # tokens with higher ratios are masked
+    geo_mask_low: NotNegative = 0.1  # responses with lower geometric means are masked
+    geo_mask_high: Positive = 10.0  # responses with higher ones are masked
     sequence_mask_low: NotNegative = 0.0  # responses with any lower ratio are masked
     sequence_mask_high: Positive = 100.0  # responses with any higher ratio are masked
-    sequence_clip_high: Positive = 10.0  # ratio_type sequence: the cap of its ratio
+    sequence_clip_high: Positive = 10.0  # ratio_type sequence: its cap
 
 
 class AipoConfig(SurogateLoss):
-    """AIPO. `mode` is what becomes of a token above token_mask_high."""
+    """AIPO."""
 
     mode: Literal["mask", "truncate"] = "mask"  # for a token above token_mask_high
 
@@ -70,7 +70,7 @@ class IpoConfig(Section):
 
 
 class ReweightConfig(Section):
-    """The generic correction: a weight for each token, capped at loss.cap, and rejection rules."""
+    """The generic correction: weights, capped at loss.cap, and rejection rules."""
 
     # of a token, of the whole response, or none
     weight: Literal["token", "sequence", "none"] = "token"
@@ -83,8 +83,7 @@ class ReweightConfig(Section):
 
 
 class LossConfig(Section):
-    """The policy objective. null: the default of the algorithm, or of a correction with its own
-    bounds."""
+    """The policy objective. null: the default of the algorithm or correction."""
 
     eps_low: NotNegative | None = None  # the ratio is clipped below 1 - this
     eps_high: NotNegative | None = None  # and above 1 + this

@@ -78,7 +78,6 @@ def _find_existing(text: str, folders: list[FilePath]) -> str | None:
 
 
 def _resolve_code_file(text: str, folders: list[FilePath]) -> str | None:
-    """Resolve `file.py` or `file.py:Class`, by default in the YAML file's folder."""
     if text.endswith(".py"):
         return _resolve_file(text, folders)
     file_stem, separator, function_name = text.partition(".py:")
@@ -96,7 +95,6 @@ def _resolve_file(text: str, folders: list[FilePath]) -> str:
 
 
 def _resolve_argument(text: str, folders: list[FilePath]) -> str | None:
-    """Resolve a path of a file, of a folder if it has a slash, or of a file's function."""
     if "/" not in text and "." not in text:
         return None
     if FUNCTION.fullmatch(text):

@@ -26,64 +26,63 @@ FreePort = Annotated[int, Field(ge=0, le=65535)]  # 0: a free one
 
 
 class AsynchronyConfig(Section):
-    """The lag of the rollouts behind the learner, in steps. Version v of the weights is that after
-    step v; batch n is drawn from version n - 1 - max_async_level on."""
+    """The lag of the rollouts behind the learner, in steps. Batch n is drawn from version n - 1 -
+    max_async_level on, where version v is that after step v."""
 
-    max_async_level: Whole = 0  # steps that the rollouts may lag behind the learner
-    # use exactly that version, and no newer one before its turn
+    max_async_level: Whole = 0  # steps that the rollouts may lag behind
+    # use exactly that version
     strict_async_level: bool = False
-    # weight updates that a rollout in flight survives
+    # updates that a rollout in flight survives
     max_off_policy_steps: Whole = 8
-    # requests in flight, as a multiple of a batch
+    # requests in flight over those of a batch
     oversampling_factor: Annotated[float, Field(ge=1, le=64)] = 1.0
-    # unfinished responses at an update. none: there are none, since a batch waits for all; keep: they
-    # continue with their cache; replay: they continue with a cache rebuilt under the new weights
+    # unfinished responses at an update. none: there are none, since a batch waits for all; keep:
+    # they continue with their cache; replay: with a cache rebuilt under the new weights
     partial: Literal["none", "keep", "replay"] = "none"
 
 
 class ElasticConfig(Section):
-    """Engines found by the addresses of a DNS name, which is resolved again every `sync_interval`
-    seconds."""
+    """Engines at the addresses of a DNS name."""
 
-    hostname: Text | None = None  # null: the engines are those of client.base_url
+    hostname: Text | None = None  # null: the engines of client.base_url
     port: Port = 8000  # of every engine
-    sync_interval: Positive = 5.0  # seconds between two look-ups
+    sync_interval: Positive = 5.0  # seconds between look-ups
 
 
 class ClientConfig(Section):
     """The connection of the orchestrator to its engines."""
 
     base_url: Annotated[tuple[Url, ...], Strict(False)] = ()  # []: the launcher's own
-    timeout: Positive = 1200.0  # seconds for one request
+    timeout: Positive = 1200.0  # seconds for a request
     api_key_var: Variable = "VLLM_API_KEY"  # environment variable with their token; absent: none
-    skip_model_check: bool = False  # accept engines that serve a model of another name
+    skip_model_check: bool = False  # accept engines that serve another model
     elastic: ElasticConfig = ElasticConfig()
 
 
 class RolloutTransportConfig(Section):
     """The transport of batches from the orchestrator to the trainer."""
 
-    # by files of the run's folder, or by a socket
+    # files of the run's folder, or a socket
     type: Literal["filesystem", "zmq"] = "filesystem"
-    host: Text = "localhost"  # zmq: where the orchestrator listens, and the trainer connects
-    port: FreePort = 5555  # zmq; 0: one that is free
+    host: Text = "localhost"  # zmq: the orchestrator's address
+    port: FreePort = 5555  # zmq; 0: a free one
     hwm: Count = 10  # batches that may wait for the trainer
 
 
 class WeightBroadcastConfig(Section):
     """The transport of weights from the trainer to the engines."""
 
-    type: Literal["filesystem", "nccl", "cuda_ipc"] = "filesystem"  # by files, or from GPU to GPU
+    type: Literal["filesystem", "nccl", "cuda_ipc"] = "filesystem"  # files, or from GPU to GPU
     host: Text = "localhost"  # nccl: where the ranks meet
-    port: FreePort = 29501  # nccl; 0: one that is free
+    port: FreePort = 29501  # nccl; 0: a free one
     timeout: Positive = 1200.0  # seconds until every engine has them
 
 
 class ServeConfig(Section):
     """The address at which the engine listens, for the role `serve`."""
 
-    host: Text = "127.0.0.1"  # address to listen at; one that others reach needs a token
-    port: FreePort = 8000  # 0: one that is free
+    host: Text = "127.0.0.1"  # one that others reach needs a token
+    port: FreePort = 8000  # 0: a free one
 
 
 def _address(text: str) -> str:
@@ -98,15 +97,15 @@ def _address(text: str) -> str:
 class RayConfig(Section):
     """Used only by launcher: ray. A GPU that several roles share is a fraction, such as 0.5."""
 
-    # of a running cluster: auto, or host:port; null: this command starts its own, here
+    # of a running cluster: auto, or host:port; null: start one here
     address: Annotated[Text, AfterValidator(_address)] | None = None
     trainer_cpus: Count = 1  # on one node
-    # on the same node; null: train.gpus, where the cluster has GPUs
+    # on the same node; null: train.gpus, if the cluster has GPUs
     trainer_gpus: NotNegative | None = None
-    orchestrator_cpus: Count = 1  # it needs no GPU
+    orchestrator_cpus: Count = 1  # needs no GPU
     engine_cpus: Count = 1  # of each
-    # of each; null: what one engine needs, where the cluster has GPUs
+    # of each; null: what one engine needs, if the cluster has GPUs
     engine_gpus: NotNegative | None = None
-    node_deadline: Positive = 600.0  # seconds for the cluster to place a role
-    # further variables of the command's environment for the roles
+    node_deadline: Positive = 600.0  # seconds to place a role
+    # further environment variables for the roles
     pass_env: Annotated[tuple[Variable, ...], Strict(False), AfterValidator(unique)] = ()

@@ -47,7 +47,7 @@ from lowroll.types import nearest
 class WeightBudget(Section):
     """Limits on the rollouts' linear weights; each layer gets a format."""
 
-    max_kl: NotNegative | None = None  # KL of the dense model to them, nats a token, measured
+    max_kl: NotNegative | None = None  # KL of the dense model to them, nats a token
     max_bits: Positive | None = None  # mean bits a weight over the linear layers, with scales
     max_bytes: Count | None = None  # of all linear layers, with scales
     # allowed formats, the smallest valid one first; null: 4, 8 and 16 bits
@@ -103,8 +103,8 @@ class KvConfig(Section):
 
     model_config = ConfigDict(extra="allow")  # the policy's options
 
-    policy: Policy = "dense"  # which keys stay; its options are keys beside it: docs/usage.md
-    # auto: the engine's own dtype; fp8: keys and values in 8 bits
+    policy: Policy = "dense"  # which keys stay; its options are further keys: docs/usage.md
+    # auto: the engine's own; fp8: 8 bits
     dtype: Dtype = "auto"
 
     @classmethod
@@ -188,51 +188,50 @@ EngineName = Literal["native", "vllm"]
 
 
 class RolloutConfig(Section):
-    """The engine and its sampling. `weights` is the format of its linear weights; `dense` is the
-    run's own dtype."""
+    """The engine and its sampling."""
 
-    engine: EngineName = "native"  # whose rollouts: lowroll's own engine's, or vLLM's
+    engine: EngineName = "native"  # lowroll's own, or vLLM
     vllm: VllmConfig = VllmConfig()  # used only by engine: vllm
-    engines: Count = 1  # engines of a run with roles, each a process (on its own GPU)
-    # format of the linear weights, or a budget (max_kl, max_bits, max_bytes, formats) under which each
-    # layer gets one; dense: the run's dtype; stored: the codes that the model's folder holds
+    engines: Count = 1  # of a run with roles, each a process on its own GPU
+    # format of the linear weights, or a budget (max_kl, max_bits, max_bytes, formats) under which
+    # each layer gets one; dense: the run's dtype; stored: the codes in the model's folder
     weights: Weights = DEFAULT
     # true: a token's recorded log-prob is, bit for bit, what the learner computes before its
-    # update, which then multiplies in the rollouts' formats (train.forward: aligned); on a CPU in
-    # float32. null: on a CPU, where supported: the engine, and an aligned learner; on a GPU both,
-    # beside an aligned LoRA learner of INT8 codes. false: neither
+    # update. The learner then multiplies in the rollouts' formats (train.forward: aligned), on a
+    # CPU in float32. null: where it is cheap: on a CPU the engine and an aligned learner, on a GPU
+    # both with an aligned LoRA learner of INT8 codes
     exact: bool | None = None
-    kv: KvConfig | None = None  # the cache's policy and dtype; null: every key, in the engine's own
-    max_tokens: Count = 64  # tokens of the longest response
-    min_tokens: Whole = 0  # tokens of the shortest response
+    kv: KvConfig | None = None  # null: every key, in the engine's own dtype
+    max_tokens: Count = 64  # of a response
+    min_tokens: Whole = 0  # of a response
     temperature: Temperature = 1.0  # of the sampler
     temp_scheduler: TemperatureConfig | None = None  # replaces `temperature`
     top_p: Probability = 1.0  # the likeliest tokens that together have this probability
     top_k: Whole = 0  # 0 is off
     # tokens with this share of the likeliest one's probability
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    repetition_penalty: Penalty = 1.0  # on tokens that are already in the text; 1 is off
+    repetition_penalty: Penalty = 1.0  # on tokens already in the text; 1 is off
     stop: Annotated[tuple[Text, ...], Strict(False)] = ()  # stop strings
-    # format of the model's tool calls; null: as in its chat template
+    # format of tool calls; null: as in the chat template
     tool_call_parser: ToolFormat | None = None
     page_size: Count = 16  # tokens in a page of the KV cache
     max_batch: Count = 256  # sequences decoded together
     # a second format, used while many rows decode
     large_batch_weights: LargeBatchWeights | None = None
     keep_dense: bool = False  # 4 bits on CUDA: additional dense weights for many rows
-    release_cache: bool = False  # give the cache's memory to the learner between rollouts
-    cache_tokens: Count | None = None  # capacity of the KV cache in tokens; null: what the run uses
-    prefill_chunk: Count | None = None  # prompt tokens a sequence prefills in one step; null: all
+    release_cache: bool = False  # lend the cache's memory to the learner
+    cache_tokens: Count | None = None  # capacity of the KV cache; null: what the run uses
+    prefill_chunk: Count | None = None  # prompt tokens of a sequence in one step; null: all
     # tokens of a prompt and its response; longer prompts are skipped. null: what a micro-batch and
     # the model's context hold
     max_model_len: Count | None = None
     seed: Seed | None = None  # of sampling; null: the run's
     cuda_graphs: bool = True  # false: launch kernels one by one, for debugging
-    prefix_caching: bool = True  # reuse a prompt's pages for later prompts with the same beginning
-    # reuse pages of drawn tokens too: a conversation's next turn only runs its new tokens, and the
-    # last bits of its log-probs differ
+    prefix_caching: bool = True  # reuse a prompt's pages for prompts with the same beginning
+    # reuse pages of drawn tokens too: a conversation's next turn only runs its new tokens, and its
+    # log-probs differ in the last bits
     turn_caching: bool = False
-    # share of the GPU's memory for the engine's weights and cache; null: what the run can use
+    # share of the GPU's memory for weights and cache; null: what the run can use
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
 
     @property
@@ -244,8 +243,7 @@ class RolloutConfig(Section):
 
 
 class NoiseConfig(Section):
-    """QeRL's noise on the norms of the rollout engine: sigma falls from start to end over the run,
-    in stages."""
+    """QeRL's noise on the norms of the rollout engine: sigma falls over the run, in stages."""
 
     sigma_start: NotNegative = 1e-2  # standard deviation of the first stage with noise
     sigma_end: NotNegative = 1e-4  # and of the last

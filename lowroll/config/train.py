@@ -1,4 +1,6 @@
-"""The learner's sections: `train:`, `critic:`, `dapo:`, `stages:`, `guard:`, `ckpt:` and `sft:`."""
+""".002 to 0.025, and single weights of 1e5 before a collapse. Growth misses a run that starts too
+far away, so `kl_above` lies between int8's 0.05 nats and nvfp4's 0.33 (SmolLM2-135M,
+docs/results.md)."""
 
 from __future__ import annotations
 
@@ -44,21 +46,20 @@ SIZES: dict[str, int] = {
 
 
 class TrainConfig(Section):
-    """The learner. One batch gives `minibatches` optimiser updates."""
+    """The learner."""
 
     max_steps: Count = 100  # steps of the run
-    gpus: Count = 1  # ranks of the learner, each a process with a GPU
-    # what several ranks hold: each the whole model, or each a part; auto: parts, unless an adapter
-    # learns
+    gpus: Count = 1  # ranks, each a process with a GPU
+    # of several ranks: each has the whole model, or a part; auto: parts, unless an adapter learns
     sharding: Literal["auto", "none", "full"] = "auto"
     minibatches: Count = 1  # optimiser updates a batch
-    # packed tokens of a forward pass; a prompt and its response must fit in; null: 8192, and fewer
-    # on a CPU where that saves memory
+    # packed tokens of a forward pass, which hold a prompt and its response; null: 8192, and fewer
+    # on a CPU to save memory
     tokens_per_microbatch: Count | None = None
     learning_rate: Rate = 1e-5  # after the warm-up
-    lr_scheduler_type: Schedule = "constant"  # its course from then on
-    warmup_steps: Whole = 0  # steps in which it rises
-    # where linear and cosine end, over learning_rate
+    lr_scheduler_type: Schedule = "constant"  # after the warm-up
+    warmup_steps: Whole = 0  # of a rising rate
+    # final rate of linear and cosine, over learning_rate
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     weight_decay: NotNegative = 0.01  # decoupled
     # of the moments
@@ -70,26 +71,25 @@ class TrainConfig(Section):
     max_grad_norm: Positive = 1.0  # longer gradients are cut to this length
     # 8bit: moments in 8 bits; muon: for hidden matrices
     optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
-    # aligned: in the rollouts' low-bit arithmetic (QaRL); a format: in its arithmetic, whatever the
-    # rollouts are in
+    # aligned: in the rollouts' low-bit arithmetic (QaRL); a format: in its arithmetic
     forward: Literal["dense", "aligned", "fp8", "nvfp4"] = "dense"
-    # gradients through the linear layers; fp8: by products of e4m3 codes. Gradients of the weights
-    # stay in the run's dtype
+    # gradients through the linear layers; fp8: by e4m3 products, but gradients of weights in the
+    # run's dtype
     backward: Literal["dense", "fp8"] = "dense"
-    teacher: Text | None = None  # the frozen model of loss.aipo.teacher_tau: a folder, hub id
-    uaq_scale: Positive | None = None  # QuRL's update-aware scaling; it uses 1.5
-    weight_metrics: bool = True  # weights/*, at the cost of a copy of what is learned
-    # true: recompute whole layers in the backward pass; a number: the gate-up product of this share
-    # of them; null: false, and true on a CPU where smaller micro-batches are not enough
+    teacher: Text | None = None  # folder or hub id of the frozen model of loss.aipo.teacher_tau
+    uaq_scale: Positive | None = None  # QuRL's update-aware scaling (1.5 there)
+    weight_metrics: bool = True  # weights/*, at the cost of a copy
+    # true: recompute whole layers; a number: the gate-up product of this share of them; null:
+    # false, and true on a CPU if smaller micro-batches are not enough
     activation_checkpointing: Recomputed = None
-    # tokens whose logits exist at a time; null: 1024, and 256 on a CPU where that saves memory
+    # tokens whose logits exist at a time; null: 1024, and 256 on a CPU to save memory
     logprob_chunk: Count | None = None
     # the learner attends to what a bounded cache held, and so scores the sparse policy itself
     replay_kv: bool = False
     lora: bool = False  # learn adapters on a frozen base
-    lora_rank: Count = 16  # rank of the adapters
-    lora_alpha: Positive = 32.0  # their scale, times the rank
-    # the matrices that have one; all of q, k, v (gate, up) also mean a qkv_proj (gate_up_proj)
+    lora_rank: Count = 16
+    lora_alpha: Positive = 32.0  # scale times rank
+    # matrices with adapters; all of q, k, v (gate, up) also mean a qkv_proj (gate_up_proj)
     lora_target_modules: Annotated[
         tuple[Text, ...], Strict(False), Field(min_length=1), AfterValidator(unique)
     ] = LORA_TARGETS
@@ -122,9 +122,9 @@ class TrainConfig(Section):
 class DapoConfig(Section):
     """DAPO's sampling and length rules, for any algorithm. Lengths in tokens."""
 
-    dynamic_sampling: bool | None = None  # draw again for groups whose rewards are all equal
-    max_rounds: Count = 8  # rounds of generation a step for dynamic sampling
-    # when no group differs in all rounds: the run ends, or continues
+    dynamic_sampling: bool | None = None  # draw again groups whose rewards are all equal
+    max_rounds: Count = 8  # of generation in a step
+    # when no group differs in all rounds
     no_signal: Literal["end", "go_on"] = "end"
     overlong_max: Count | None = None  # Lmax: at this length the penalty is -1
     overlong_cache: Count | None = None  # Lc: the penalty starts at Lmax - Lc
@@ -134,68 +134,65 @@ class CriticConfig(Section):
     """PPO's critic: it predicts the reward, learns in full at a constant rate, and stays in the
     checkpoints."""
 
-    model: Text | None = None  # a folder or a hub id of the same tokenizer; null: the run's
-    learning_rate: Rate = 1e-5  # of its optimiser
-    weight_decay: NotNegative = 0.01  # of its optimiser
+    model: Text | None = None  # folder or hub id with the same tokenizer; null: the run's
+    learning_rate: Rate = 1e-5
+    weight_decay: NotNegative = 0.01
     max_grad_norm: Positive = 1.0  # longer gradients are cut to this length
-    value_clip: Positive | None = 0.5  # how far a value may move in a step; null: no clip
-    warmup_steps: Whole = 0  # first steps, in which only the critic learns
+    value_clip: Positive | None = 0.5  # most change of a value in a step; null: no clip
+    warmup_steps: Whole = 0  # first steps with only the critic
     gamma: Share = 1.0  # discount a token
-    lam: Share = 1.0  # of GAE: 1 trusts the rewards, 0 the values
-    whiten: bool = True  # advantages of mean 0 and variance 1 over the batch
+    lam: Share = 1.0  # GAE: 1 trusts the rewards, 0 the values
+    whiten: bool = True  # mean 0 and variance 1 over the batch
 
 
 class GuardConfig(Section):
     """Alarms on the mismatch (null: off), and their action after `patience` steps in a row.
 
-    Defaults: verl's guide wants an effective sample size above 0.3. QuRL (Fig. 3) saw the KL of its
-    rollouts grow from 0.002 to 0.025, and single weights of 1e5 before a collapse. Growth misses a
-    run that starts too far away, so `kl_above` lies between int8's 0.05 nats and nvfp4's 0.33
-    (SmolLM2-135M, docs/results.md); it does not apply to truncated samplers and noise, which are
-    far away by design.
+    Defaults: verl's guide wants an effective sample size above 0.3. QuRL (Fig. 3) saw the KL grow
+    from
     """
 
     # a warning, tighter bounds, or wider rollouts
     action: Literal["warn", "tighten", "fallback"] = "warn"
-    patience: Count = 3  # steps in a row with an alarm before the action
+    patience: Count = 3  # steps with an alarm before the action
     ess_below: Probability | None = 0.3  # mismatch/ess
     # moving average of mismatch/kl_k3 over its first steps
     kl_growth: Annotated[float, Field(gt=1)] | None = 10.0
-    kl_floor: Positive = 2e-3  # nats; growth below this level is no alarm
-    # nats; the same average, from the first step on; off for a sampler that cuts, and with noise
+    kl_floor: Positive = 2e-3  # nats; lower growth is no alarm
+    # nats; the same average from the first step on; off with noise or a truncated sampler
     kl_above: Positive | None = 0.1
     rejected_above: Probability | None = 0.5  # correction/rejected_fraction, or of sequences
     ratio_above: Positive | None = 1e3  # mismatch/weight_max
-    nonfinite: bool = True  # a mismatch or an update that is not finite
+    nonfinite: bool = True  # not finite mismatch or update
 
 
 class CkptConfig(Section):
     """A checkpoint every `interval` steps."""
 
-    interval: Count = 50  # steps between two
-    keep_last: Count | None = 3  # the newest that stay; null: all
-    keep_interval: Count | None = None  # every so many steps one stays for good
-    # seconds to wait for space on a full disk
+    interval: Count = 50  # steps
+    keep_last: Count | None = 3  # newest; null: all
+    keep_interval: Count | None = None  # also keep one every so many steps
+    # seconds, on a full disk
     wait_for_space: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3600.0
-    # resume from this step's checkpoint (-1: the newest); null: as --resume says
+    # step of the checkpoint (-1: the newest); null: as --resume says
     resume_step: Annotated[int, Field(ge=-1)] | None = None
-    # seconds that a resumed role waits for weights; null: as weight_broadcast.timeout
+    # seconds, after resuming; null: weight_broadcast.timeout
     wait_for_weights_timeout: Positive | None = None
-    skip_progress: bool = False  # begin at step 1 with the weights of the checkpoint
-    skip_buffer: bool = False  # drop the checkpoint's pools by difficulty
+    skip_progress: bool = False  # begin at step 1 with the checkpoint's weights
+    skip_buffer: bool = False  # drop the checkpoint's pools
 
 
 class SftConfig(Section):
     """`lowroll sft`: supervised warm start. Other settings are `train`'s."""
 
-    data: Text | None = None  # a JSONL of {"messages": [...]}; null: env demonstrations
-    num_examples: Count = 4096  # demonstrations drawn from the environments
+    data: Text | None = None  # JSONL of {"messages": [...]}; null: from the environments
+    num_examples: Count = 4096  # from the environments
     steps: Count = 200  # optimiser updates
     batch_size: Count = 32  # examples a step
     learning_rate: Rate = 1e-4  # after the warm-up
-    lr_scheduler_type: Schedule = "cosine"  # its course from then on
-    warmup_steps: Whole = 0  # steps in which it rises
-    # where linear and cosine end, over learning_rate
+    lr_scheduler_type: Schedule = "cosine"  # after the warm-up
+    warmup_steps: Whole = 0  # of a rising rate
+    # final rate of linear and cosine, over learning_rate
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
@@ -212,7 +209,7 @@ KEYS: dict[str, tuple[str, ...]] = {
 class StageConfig(Section):
     """A later stage, from `step` on. null: as in the stage before.
 
-    The run's own keys are its first stage. DeepScaleR lengthens responses from 8k to 24k tokens so.
+    DeepScaleR lengthens responses so, from 8k to 24k tokens.
     """
 
     step: Annotated[int, Field(ge=2)]  # the stage's first step; a run's first step is 1

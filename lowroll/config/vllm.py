@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from lowroll.config.section import Count, Section, Text
 
-# options of `vllm serve` that follow from the run, and their setting
+# options of `vllm serve` from the run's settings
 FROM_RUN = {
     "--model": "model",
     "--served-model-name": "model",
@@ -110,19 +110,19 @@ Url = Annotated[Text, AfterValidator(_check_url)]
 class VllmConfig(Section):
     """The start of vLLM, or its address."""
 
-    # of a running server, or unix:/path/of/its/socket; null: start one, and end it
+    # of a running server, or unix:/path/of/its/socket; null: start one
     url: Url | None = None
-    token_env: Text | None = None  # environment variable with the token of the server at url
-    # interpreter with vLLM; null: LOWROLL_VLLM_PYTHON, else the run's own
+    token_env: Text | None = None  # environment variable with the server's token
+    # interpreter with vLLM; null: LOWROLL_VLLM_PYTHON, else the run's
     python: Text | None = None
-    folder: Text | None = None  # for vLLM's weights; null: a temporary folder
-    devices: Text | None = None  # its CUDA_VISIBLE_DEVICES, such as "1,2"; null: the run's own
+    folder: Text | None = None  # for weights; null: a temporary folder
+    devices: Text | None = None  # CUDA_VISIBLE_DEVICES, such as "1,2"; null: the run's
     tensor_parallel_size: Count = 1  # GPUs that share the model
-    # share of each GPU's memory for vLLM; the learner needs the rest
+    # share of each GPU's memory
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.5
     dtype: Literal["float32", "bfloat16", "float16"] | None = None  # null: the run's
     max_lora_rank: Count | None = None  # null: the least for train.lora_rank
-    # transport of whole weights: by files, or from GPU to GPU where it has its own (devices)
+    # of whole weights: by files, or between GPUs if vLLM has its own (devices)
     transfer: Literal["folder", "nccl"] = "folder"
     serve_args: Annotated[
         tuple[Text, ...], Strict(False), AfterValidator(_words)

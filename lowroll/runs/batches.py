@@ -178,7 +178,6 @@ class BatchSource:
 
 
 def _lengths_by_turn(sample: Sample) -> list[tuple[int, int]]:
-    """Return (tokens before the turn, tokens of the turn) by turn."""
     prompt_length, rollout = len(sample.prompt_ids), sample.rollout
     if rollout.turns is None:
         return [(prompt_length, len(rollout.token_ids))]

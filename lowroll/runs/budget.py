@@ -1,9 +1,7 @@
 """`rollout.weights: {max_kl: ...}`: a format for each layer by a budget, once a run.
 
-    rollout_weights.json    in the run folder: the budget, the format of each layer, the measurements,
-                            and later choices (`again`)
-
-A resumed run reads its file; checkpoints hold later choices (`trainer.guard`). Settings then name a
+rollout_weights.json in the run folder has the budget, the format of each layer, the measurements,
+and later choices (`again`), which checkpoints also hold (`trainer.guard`). The settings then name a
 mixed format (`quant.mixed`).
 """
 

@@ -1,8 +1,8 @@
 """Calibration text as token ids for `weights.awq`, `weights.gptq` and `weights.budget`, and a run's
 first requests.
 
-A `.jsonl` file has a document a line, `{"text": "..."}` or `{"messages": [...]}`, or is written by
-`lowroll eval` or a run. Any other file is plain text, cut into pieces.
+A `.jsonl` file has a document a line, `{"text": "..."}` or `{"messages": [...]}`, or is of `lowroll
+eval` or a run. Other files are plain text, cut into pieces.
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ def _sequences_from_jsonl(path: Path, tokenizer: Any, length: int) -> Iterator[l
 
 
 def _conversations_in(row: dict[str, Any]) -> list[list[Any]] | None:
-    """Return the conversations of a line that `lowroll eval` or a run wrote, or None."""
     if row.get("kind") in ("asked", "scored", "batch"):
         return []
     prompt, responses = row.get("prompt"), row.get("responses")

@@ -104,7 +104,6 @@ class Checkpointing:
 
     @property
     def cache_tokens(self) -> int | None:
-        """Return the run's original KV cache size, or None."""
         return None if self.found is None else self.found.meta["cache_tokens"]
 
     def take(self) -> Checkpoint | None:

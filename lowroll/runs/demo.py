@@ -3,8 +3,8 @@ two cores.
 
 1. Build a Qwen3-shaped model of random weights and a byte-level tokenizer.
 2. Warm-start it by SFT on reverse-text demonstrations.
-3. Train by GRPO with ACR. Evaluate before and after on held-out strings: as sampled in training,
-   at T = 0.5 and greedily, since a sharper policy gains in the first alone.
+3. Train by GRPO with ACR. Evaluate on held-out strings as sampled in training, at T = 0.5 and
+   greedily, since a sharper policy gains in the first alone.
 4. Measure INT8 and dense engines, on this model and on larger layers.
 
 The exit code is 1 unless the held-out reward rose by `MIN_GAIN` as sampled and by `MIN_GREEDY_GAIN`

@@ -228,7 +228,6 @@ class DrawnSequences:
 
     @property
     def responses(self) -> list[tuple[int, int]]:
-        """Return (prompt length, response length) of each sequence."""
         return [
             (length, len(ids) - length)
             for ids, length in zip(self.sequences, self.prompt_lens, strict=True)
@@ -236,7 +235,7 @@ class DrawnSequences:
 
     @property
     def segments(self) -> Tensor:
-        """Return each token's sequence, [N]."""
+        """Return each token's sequence [N]."""
         sizes = torch.tensor([size for _, size in self.responses])
         return torch.arange(len(sizes)).repeat_interleave(sizes)
 
@@ -327,8 +326,6 @@ def _newest_checkpoint(run: Path) -> Checkpoint | None:
 
 
 def _rollout_format(held: Checkpoint, cfg: RunConfig, weights: str) -> str:
-    """Return the guard's fallback format, unless the settings request another than the run's
-    own."""
     run_weights = yaml.safe_load(held.meta["config"])["rollout"]["weights"]
     if cfg.rollout.weights != run_weights:
         return weights

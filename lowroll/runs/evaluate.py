@@ -55,10 +55,9 @@ def evaluate(
     """Return a row for each environment, format and cache (`results.rows_of`), and their averages.
 
     weights: formats or budgets, by default dense and rollout.weights or the model's own low-bit
-    format. kv: by default dense and rollout.kv. All use the same prompts, seeds and cache size,
-    which the first unbounded cache sets, and the last stage's lengths. each: responses to an
-    example by environment. out: the folder of the results, from which a killed evaluation
-    continues.
+    format. kv: by default dense and rollout.kv. All use the same prompts, seeds, last stage's
+    lengths and cache size, which the first unbounded cache sets. each: responses to an example by
+    environment. out: the folder of the results, from which a killed evaluation continues.
     """
     requested_weights = weights or ["dense", _rollouts(cfg)]
     cfg = engines.with_rollout(cfg.resolved().at(cfg.train.max_steps), engine="native")
@@ -179,7 +178,6 @@ class _Asker:
         limits: _TokenLimits,
         about: Mapping[str, str],
     ) -> EngineAnswers:
-        """Draw and score the missing responses to one environment; return all."""
         began = time.monotonic()
         n = self.each.get(env.name, self.cfg.eval.rollouts_per_example)
         num_examples = self.cfg.eval.count(env.size("test"))

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Metrics kept of the second sampler and of the initial model.
 COMPARED = ("reward", "pass_at_1")
 
 
@@ -81,8 +80,6 @@ class Evaluations:
     def _measure(
         self, now: RunConfig, version: int, sampled: bool, next_step: int
     ) -> dict[str, float]:
-        """Return `eval/*`, and with `sampled` also `eval/<env>/sampled_*`, drawn like the
-        rollouts."""
         began = time.monotonic()
         own = orchestrator.eval_sampling(now)
         as_rollouts = orchestrator.sampling(now)

@@ -143,7 +143,7 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
 
 
 def _settings_of(run: Path) -> RunConfig:
-    """Return a run's settings, without `rollout.exact`: any machine may export."""
+    """Return a run's settings without `rollout.exact`: any machine may export."""
     if not (run / "config.yaml").is_file():
         raise ValueError(
             f"{run}: not a run folder (no config.yaml), nor an adapter's (no adapter_config.json)"
@@ -171,7 +171,6 @@ def _export_adapter(folder: Path, out: Path, kind: str, step: int | None) -> Exp
 
 
 def _load_learner(cfg: RunConfig, saved: Checkpoint, run: Path) -> tuple[Transformer, Compute]:
-    """Load the checkpoint's learner on the CPU. ValueError for another base model."""
     cfg = cfg.model_copy(update={"device": "cpu"})
     cpu_compute = Compute.of(cfg)
     dtypes = [cpu_compute.dtype]

@@ -4,8 +4,8 @@
     about.json, metrics.jsonl, rollouts/, offending/, checkpoints/, final/, logs/, environments/, .lock, report.html
     rollout_weights.json    of a run whose rollout.weights is a budget
 
-Only a run's own files are removed or overwritten: by name beside a run's config.yaml, checkpoints
-and final/ by their manifests. Anything in the way is refused at the start.
+Only a run's own files are replaced: by name beside a run's config.yaml, checkpoints and final/ by
+their manifests. Anything in the way is refused at the start.
 """
 
 from __future__ import annotations
@@ -150,8 +150,7 @@ class RunFolder:
             )
 
     def _obstacles(self, command: str | None, overwrite: bool) -> Iterator[str]:
-        """Describe each thing that a run would overwrite although no run made it. overwrite: remove
-        the run."""
+        """Describe each thing that a run would overwrite although no run made it."""
         for name in (self.store.folder.name, LOGS, ENVIRONMENTS, *BATCHES):
             path = self.path / name
             if os.path.lexists(path) and not path.is_dir():
@@ -293,7 +292,6 @@ class RunFolder:
                 remove_published(path, broadcasts)
 
     def _clear(self) -> None:
-        """Remove a run's files except logs and environments; the settings go last."""
         if self.made_by() is None:
             return
         # Checkpoints go first, so that a run with a checkpoint has all its files.

@@ -145,8 +145,6 @@ def _draw(
     n: int = 1,
     most: int = RESPONSE_TOKENS,
 ) -> Calibration:
-    """Draw `n` responses to each prompt of `texts`, or of the run's environments. most: tokens of
-    each."""
     prompt_requests = first_requests(cfg, model.spec, chat, texts, NUM_PROMPTS, n)
     longest = max(len(request.prompt_ids) for request in prompt_requests)
     space = model.spec.max_position - longest
@@ -178,7 +176,6 @@ def _draw(
 
 
 def _pages_in_tokens(request: Request, page_size: int) -> int:
-    """Return the cache tokens that a response reserves: whole pages, and one more."""
     tokens = len(request.prompt_ids) + request.max_tokens
     return (-(-tokens // page_size) + 1) * page_size
 

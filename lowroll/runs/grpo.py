@@ -130,7 +130,6 @@ class Run:
         self.stop = Stop()
 
     def _checked_outline(self) -> Transformer:
-        """Return the model's shapes. ValueError for unfit settings or a missing engine."""
         cfg = self.home.cfg
         engines.check(cfg)
         outline = models.outline("model", cfg.model, self.compute)

@@ -43,7 +43,7 @@ def push(folder: Path, name: str, run: Path, kind: str) -> str:
     """Upload a folder to the private repository `name`, created if missing; return its address.
 
     ValueError for a folder with its own base, which others could not load; RunFailed when the hub
-    refuses or is not reached.
+    refuses.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HfHubHTTPError

@@ -6,8 +6,8 @@
     env                          its Python file, and every file that one of its arguments names
     advantage_function           its file, and those that its arguments name
 
-They are recorded by values and SHA-256 digests; `weights.publish` has digests of the weights. Not
-covered: modules imported by an environment's file, folders, hub data sets, packages.
+Files are recorded by SHA-256 digests; `weights.publish` has digests of the weights. Not covered:
+modules imported by an environment's file, folders, hub data sets, packages.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from lowroll.model.families.base import MixtureSpec, Rope
 from lowroll.model.folder import TOKENIZER_FILES, resolve
 from lowroll.model.spec import ModelSpec, read_config, read_spec
 
-# Settings that a resumption may change: they do not affect a step's computation. The number of GPUs
-# changes only the order of sums.
+# A resumption may change these: they do not affect a step's computation. The number of GPUs changes
+# only the order of sums.
 MAY_CHANGE = (
     "output_dir",
     "ckpt",
@@ -249,7 +249,6 @@ def refuse_other_settings(
 
 
 def _may_change(cfg: RunConfig) -> list[str]:
-    """Return MAY_CHANGE, and the run's length if no schedule depends on it."""
     settings = [*MAY_CHANGE]
     is_constant = cfg.train.lr_scheduler_type == "constant"
     if is_constant and cfg.rollout.temp_scheduler is None and cfg.noise is None:
@@ -276,7 +275,6 @@ def refuse_to_remove(gone: Iterable[Path], cfg: RunConfig) -> None:
 
 
 def _differences(key: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, before, after) of differences, as deep as they can be named."""
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
         for i, (old, new) in enumerate(zip(before, after, strict=True)):
             yield from _differences(f"{key}[{i}]", old, new)
@@ -288,8 +286,7 @@ def _differences(key: str, before: Any, after: Any) -> Iterator[tuple[str, Any, 
 
 
 def _is_moved_file(before: object, after: object) -> bool:
-    """Return whether an existing file of the same name replaces a path; digests cover the
-    contents."""
+    """Return whether a file of the same name replaces a path; digests cover the contents."""
     if not isinstance(before, str) or not isinstance(after, str):
         return False
     is_same_name = os.path.basename(before) == os.path.basename(after)

@@ -54,9 +54,7 @@ class Publisher(Protocol):
     weights: str  # the format of the rollouts
 
     @property
-    def cache_tokens(self) -> int | None:
-        """Return the size of the engine's KV cache, if known."""
-        ...
+    def cache_tokens(self) -> int | None: ...
 
     @property
     def hidden_bytes(self) -> int:
@@ -103,7 +101,7 @@ def refuse_others(ranks: Ranks, base: str, cfg: RunConfig) -> None:
 
 class Learner:
     """The learner of a run. All ranks make the same calls and follow rank 0's monitor. deadline_s:
-    for a batch. whole: the model to be saved, which the publisher updates, if ranks hold parts."""
+    for a batch. whole: the model to be saved, if ranks hold parts; the publisher updates it."""
 
     def __init__(
         self,

@@ -143,7 +143,6 @@ def fallen_to(state: Mapping[str, Any]) -> str | None:
 
 
 def _format_of(guard_state: Mapping[str, Any]) -> str | None:
-    """Register and return a guard's format; None for the initial one."""
     if guard_state.get("formats"):
         mixed.read(guard_state["formats"])
     elif not guard_state.get("fallbacks"):

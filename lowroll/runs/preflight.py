@@ -1,7 +1,7 @@
 """The checks of `--dry-run`, which find in seconds what would end a run before its first step.
 
 Nothing is written. A few of the environments' own answers are scored in a real worker. Of models
-only the configuration, the tokenizer and the headers of the weights are read.
+only configuration, tokenizer and headers are read.
 """
 
 from __future__ import annotations
@@ -119,7 +119,6 @@ def _place(cfg: RunConfig, found: Findings) -> devices.Placement | None:
 
 
 def _with_formats(cfg: RunConfig, found: Findings) -> RunConfig:
-    """Return the settings with 8 bits for a budget, whose search needs a run."""
     weights = cfg.rollout.weights
     if cfg.launcher != "none" or not (weights == STORED or is_budget(weights)):
         return cfg
@@ -224,7 +223,6 @@ def _ask(
     found: Findings,
     chat: ChatTokenizer | None,
 ) -> None:
-    """Check a few tasks of an environment: prompts, own answers, and their scores."""
     try:
         size = env.size("train")
         count = ANSWERS if size is None else min(ANSWERS, size)

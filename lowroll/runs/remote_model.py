@@ -40,7 +40,7 @@ def reach(
     """Connect to the engine at an address. model: by default the first served one. token_env: the
     environment variable with its token.
 
-    ValueError for a missing tokenizer or an unsupported server; RunFailed when it does not answer.
+    ValueError for a missing tokenizer or an unsupported server; RunFailed without an answer.
     """
     tokenizer_folder = given_chat = None
     if tokenizer is not None:

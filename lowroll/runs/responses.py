@@ -102,7 +102,6 @@ class Responses:
             self._lines += len(sealed_lines)
 
     def _read(self, path: Path, asked: dict[str, Any]) -> None:
-        """Read the file. ValueError for damage or other settings."""
         entries = _read_complete_lines(path)
         self._lines = len(entries)
         for number, entry in enumerate(entries, 1):

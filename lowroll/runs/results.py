@@ -185,7 +185,6 @@ def _make_row(one: EngineAnswers, seed: int) -> dict[str, Any]:
 
 
 def _pass_at(examples: Sequence[Example], k: int) -> float | None:
-    """Return pass@k over the examples with at least k scored responses."""
     solved = [example.solved for example in examples if len(example.solved) >= k]
     if not solved:
         return None

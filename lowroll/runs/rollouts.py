@@ -70,7 +70,6 @@ class RolloutEngine:
 
     @property
     def cache_tokens(self) -> int | None:
-        """Return the cache size of lowroll's own engine."""
         return self.engine.stats().cache_tokens if self.cfg.rollout.engine == "native" else None
 
     def generate(self, requests: list[Request], on_progress: Progress | None = None) -> list[Group]:

@@ -235,8 +235,8 @@ def demonstrations(
 ) -> list[Demonstration]:
     """Return at most `count` gold answers of training tasks, one for each task. envs: with weights.
 
-    Tasks without an answer are skipped, and an environment is left after 2 * count tasks, since an
-    endless one may have no answers. ValueError if none has any.
+    An environment is left after 2 * count tasks, since an endless one may have no answers.
+    ValueError if none has any.
     """
     rng = random.Random(f"demonstrations/{seed}")
     examples: list[Demonstration] = []

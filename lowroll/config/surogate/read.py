@@ -4,7 +4,7 @@
 
 `table.py` has every key and its differences here. The token loss is `correction: aipo` on
 grpo_no_std advantages, averaged over the tokens of the batch. Without `launcher=local` the three
-processes are one, and `notes` names keys without effect. Overrides use lowroll's own keys.
+processes are one, and `notes` names keys without effect.
 """
 
 from __future__ import annotations

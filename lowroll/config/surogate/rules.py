@@ -90,8 +90,8 @@ def disagreements(files: Files) -> Iterator[str]:
 
 
 def _different_values(files: Files, places: tuple[tuple[str, str], ...]) -> Iterator[str]:
-    """Yield a line for each place (section, key) whose value differs from the first. Places that
-    are not written, or are null or -1, have none."""
+    """Yield a line for each place (section, key) whose value differs from the first. Unwritten
+    places, null and -1 have none."""
     values = [
         (mark, files[section][key])
         for section, key in places
@@ -118,8 +118,7 @@ def settings(files: Files, role: str) -> Iterator[Setting]:
 
 
 def _lengths(files: Files) -> Iterator[Setting]:
-    """Yield the token limits. Either length of the trainer and the orchestrator stands for a
-    missing other one."""
+    """Yield the token limits. The trainer's and the orchestrator's lengths stand for each other."""
     train, infer, orch = (files[section] for section in SECTIONS)
     row = (train, "sequence_len") if train.written("sequence_len") else (orch, "seq_len")
     longest_of = (orch, "seq_len") if orch.written("seq_len") else row

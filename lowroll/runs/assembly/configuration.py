@@ -16,7 +16,7 @@ def read(
 ) -> tuple[RunConfig, dict[Path, str]]:
     """Return the settings, and the texts of their files in `output_dir/environments`.
 
-    With Python objects the settings are built twice: the first ones give `output_dir`.
+    With Python objects the settings are built twice, first for `output_dir`.
     """
     python_objects: list[Any] = []
     texts: dict[Path, str] = {}

@@ -4,10 +4,10 @@ A row of ENGINES is a module that builds an engine:
 
     make(cfg, compute, model, chat, weights, workloads)
 
-For an engine outside the learner's process it also has
+Outside the learner's process it also has
 
     check(cfg)                   raises ValueError when the engine cannot be started or reached
-    refuse(cfg, spec)            raises ValueError for what it does not support of a model
+    refuse(cfg, spec)            raises ValueError for an unsupported model
     begin(cfg, model, engine)    sends the learner's weights, as version 0
 """
 

@@ -29,7 +29,6 @@ def make(wanted: tuple[EnvConfig, ...], seed: int) -> dict[str, Environment]:
 
 
 def _make_environment(env: EnvConfig, seed: int, secrets: Mapping[str, str]) -> Environment:
-    """Make an environment, with secrets kept out of its ValueError."""
     try:
         return envs.make(env.id, name=env.name, args=env.args, seed=seed)
     except ValueError as error:

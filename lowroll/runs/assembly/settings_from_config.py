@@ -44,7 +44,6 @@ class Mirror(Generic[T]):
             self.source[name] = having_key[0]
 
     def __call__(self, *sections: Section, **given: Any) -> T:
-        """Return the settings from the sections' values, in the constructor's order."""
         assert tuple(map(type, sections)) == self.sections and given.keys() == self.given
         values = {name: getattr(sections[i], name) for name, i in self.source.items()}
         return self.settings(**values, **given)

@@ -30,7 +30,7 @@ _CRITIC_OPTIM = Mirror(
 )
 _GUARD = Mirror(GuardSettings, GuardConfig)
 _NOISE = Mirror(NoiseSchedule, NoiseConfig, given=("total_steps", "seed"))
-# Alarm level over the budget's KL, which was measured on other tokens.
+# alarm level over the budget's KL, which was measured on other tokens
 KL_ALARM_OVER_BUDGET = 2.0
 
 

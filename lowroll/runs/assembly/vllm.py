@@ -154,7 +154,6 @@ def _start(
     log: Path | None,
     **more: Any,
 ) -> VllmEngine:
-    """Start a vLLM on the rollouts' weights. A written folder lasts as long as the engine."""
     vllm = cfg.rollout.vllm
     temporary_folder = tempfile.TemporaryDirectory(prefix="lowroll-vllm-", dir=vllm.folder)
     base = base_folder(cfg, compute, learner, weights, Path(temporary_folder.name))

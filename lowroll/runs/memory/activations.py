@@ -126,8 +126,6 @@ class Learning:
         return peak
 
     def _mlp_backward(self, tokens: int) -> int:
-        """Return the larger of two moments: gradients of gate and up, or a product with a
-        matrix."""
         hidden, intermediate = self.spec.hidden_size, self.spec.intermediate_size
         number = tokens * self.item  # bytes of one number a token
         last_norm = 2 * hidden  # already free
@@ -140,7 +138,7 @@ class Learning:
         return peak
 
     def _not_made_again(self, mixes: bool) -> int:
-        """Count the numbers a token that a block recomputed as a whole keeps beside `block`."""
+        """Count the numbers a token that a wholly recomputed block keeps beside `block`."""
         spec = self.spec
         norm_outputs = self._num_pre_norms * spec.hidden_size
         if self._keeps_all_of_mlp or (self.fused and not self.lora):
@@ -175,7 +173,7 @@ class Learning:
             return self._latent_attention(spec.latent)
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         qkv_bytes = (q + 2 * kv) * item
-        kept_bytes = (2 * q + 2 * kv) * item  # rotated q, k and v, and the output
+        kept_bytes = (2 * q + 2 * kv) * item
         kept_bytes += FLOAT * spec.num_heads  # log-sum-exp
         if self.fused:
             return kept_bytes + qkv_bytes if spec.qk_norm else kept_bytes
@@ -192,7 +190,7 @@ class Learning:
 
     def _latent_attention(self, sizes: LatentSpec) -> int:
         heads, ranks = self.spec.num_heads, sizes.query_rank + sizes.kv_rank
-        numbers = 4 * heads * sizes.head_dim  # q, k, v and the output
+        numbers = 4 * heads * sizes.head_dim
         if sizes.value_dim < sizes.head_dim:
             numbers += heads * sizes.value_dim  # the output without padding zeros
         keeps_input = self.fused or self.item == FLOAT  # of norms, as in `_norms_after`
@@ -236,8 +234,6 @@ class Learning:
         return 2 * slots * (4 if uses_int32 else 8)
 
     def _experts_backward(self) -> int:
-        """Count the numbers a token of the slots' gradients, at the fullest of three moments: of
-        their inputs, outputs or gates."""
         mixture, hidden = self.spec.mixture, self.spec.hidden_size
         slots, intermediate = mixture.experts_per_token, mixture.expert_size
         input_numbers = hidden + 2 * intermediate
@@ -322,7 +318,6 @@ def _pass_bytes(spec: ModelSpec, item: int, tokens: int) -> int:
 
 
 def _head_numbers(spec: ModelSpec) -> int:
-    """Count q, k and v of a token, before and after rotation."""
     return 2 * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
 
 

@@ -1,7 +1,6 @@
 """Settings with which a run would fit, each verified by a plan.
 
-A single setting comes first, in its mildest value that fits. Otherwise several are added, the
-cheapest first, and unneeded ones are left out.
+A single setting comes first, in its mildest value that fits; otherwise several, the cheapest first.
 """
 
 from __future__ import annotations

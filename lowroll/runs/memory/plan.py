@@ -168,8 +168,6 @@ class Planner:
         return MemoryPlan(phases, self.free, device, cache_tokens, usable_tokens, usable_by)
 
     def _usable(self, cfg: RunConfig) -> tuple[int, str]:
-        """Return the tokens of a cache with which no sample waits for a page, and describe the
-        samples."""
         page_size, max_batch, kv = cfg.rollout.page_size, cfg.rollout.max_batch, caches.policy(cfg)
         sizes = [(work.tokens(page_size, max_batch, kv), work) for work in self.workloads]
         if not sizes:
@@ -231,8 +229,7 @@ class Planner:
         return min(cfg.rollout.max_batch, max_samples)
 
     def _learning(self, cfg: RunConfig) -> dict[str, int]:
-        """Return the bytes of the policy by part, or the critic's if larger: they learn in
-        turns."""
+        """Return the bytes of the policy, or the critic's if larger: they learn in turns."""
         compute, minibatches = self.compute, cfg.train.minibatches
         tokens = max(_batch_tokens(stage_cfg, self.workloads) for stage_cfg in cfg.each_stage())
         candidates = [learning(cfg, compute, self.model, tokens, minibatches)]
@@ -258,8 +255,8 @@ class Planner:
         return self.share.engines * layout.bytes_per_token(self.model.spec, dtype)
 
     def _fitting_tokens(self, cfg: RunConfig, taken_bytes: int, usable_tokens: int) -> int:
-        """Return the cache tokens that fit: whole pages, at most `usable_tokens`, and at least the
-        longest sample's, even if they do not fit."""
+        """Return the cache tokens that fit, at most `usable_tokens`, and at least the longest
+        sample's."""
         page_size, kv = cfg.rollout.page_size, caches.policy(cfg)
         lone_samples = [replace(work, groups=1, n=1, longest=0) for work in self.workloads]
         least_tokens = max((work.tokens(page_size, 1, kv) for work in lone_samples), default=0)
@@ -333,8 +330,8 @@ def learning(
 
 
 def _loading_bytes(cfg: RunConfig, compute: Compute, model: Transformer) -> dict[str, int]:
-    """Return the bytes of loading by part. An adapter's base is quantized as it arrives, or at the
-    end if it is scaled first. Weights that learn stay dense."""
+    """Return the bytes of loading. An adapter's base is quantized as it arrives, or at the end if
+    it is scaled first."""
     learner = weights.learner(cfg, compute, model)
     if not cfg.train.lora:
         return {"learner's weights": learner, "arriving": 0}
@@ -349,7 +346,6 @@ def _loading_bytes(cfg: RunConfig, compute: Compute, model: Transformer) -> dict
 
 
 def _batch_tokens(cfg: RunConfig, workloads: Sequence[Workload]) -> int:
-    """Return the most tokens of a learner's batch, which its size tells from evaluations."""
     batch_size = (cfg.num_groups, cfg.rollouts_per_example)
     sequence_tokens = [
         work.prompt + work.response for work in workloads if (work.groups, work.n) == batch_size

@@ -5,7 +5,7 @@
     activation_checkpointing    false, true
 
 The first that fits is taken: shorter chunks first, then smaller micro-batches, and recomputing
-last, because only it costs time. On a GPU the defaults stay.
+last, because only it costs time.
 
 The bound is CPU_BYTES, or slightly more than the smallest passes need. Free memory counts only if
 nothing else fits, so that a resumed run chooses the same sizes.

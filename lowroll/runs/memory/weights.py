@@ -199,8 +199,6 @@ def _dense_copy_bytes(
     item: int,
     is_exact: bool,
 ) -> int:
-    """Count a layer's copy beside its codes. item: bytes of a dense weight. is_exact: an exact
-    engine multiplies the codes."""
     size = _num_weights(linear)
     dense_bytes = item * size
     if compute.device.type == "cuda":
@@ -280,7 +278,6 @@ def _is_watched(cfg: RunConfig) -> bool:
 
 
 def _product_shape(linear: Linear, model: Transformer) -> tuple[int, int]:
-    """Return the shape of one product, of a stack that of one expert."""
     rows, columns = linear.weight.shape
     if isinstance(linear, StackedLinear):
         rows //= model.spec.mixture.num_experts

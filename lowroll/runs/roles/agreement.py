@@ -103,7 +103,7 @@ def _check_adapters(cfg: RunConfig, max_rank: int) -> None:
 
 
 def _same_formats(wanted: str, held: str) -> bool:
-    """Return whether formats for few rows, and for many after a "+", are equal."""
+    """Compare formats for few rows, and for many after a "+"."""
     pairs = list(zip_longest(wanted.split("+"), held.split("+"), fillvalue=""))
     return all(a == b or (is_dense(a) and is_dense(b)) for a, b in pairs)
 

@@ -101,8 +101,6 @@ def serve_vllm(cfg: RunConfig, paths: RunPaths, role: str, heartbeat: Heartbeat)
 
 @contextmanager
 def _exit_on_signals() -> Iterator[None]:
-    """Exit at a signal in the block, also while vLLM starts."""
-
     def end(number: int, _: FrameType | None) -> None:
         sys.exit(128 + number)
 

@@ -77,7 +77,6 @@ class LocalProcess(RoleProcess):
 
     @property
     def pid(self) -> int:
-        """Return the process ID; 0 before the start."""
         return 0 if self.child is None else self.child.pid
 
     def is_alive(self) -> bool:

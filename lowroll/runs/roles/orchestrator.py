@@ -234,8 +234,6 @@ class Orchestration:
         return RolloutPool(urls, options, elastic=elastic, alive=self.check_stop)
 
     def _registered_engines(self, count: int) -> list[str]:
-        """Wait for `count` ready engines; return their addresses. ValueError for one that only its
-        own machine reaches."""
         monitors: dict[str, HeartbeatMonitor] = {}
         urls: list[str] = []
 
@@ -361,7 +359,7 @@ class Orchestration:
             cursor = self.channel.cursor()
             if cursor is None:
                 return False
-            # an earlier attempt's may be ahead of the current one's checkpoint
+            # an earlier attempt's may be ahead of the current checkpoint
             return report.get("phase") == "ended" or cursor.attempt >= report.get("attempt", 0)
 
         wait_until(
@@ -377,7 +375,6 @@ class Orchestration:
     # -- evaluations -------------------------------------------------------------------------------
 
     def _evaluate_after(self, step: int) -> None:
-        """Evaluate after a step if due; above level 0 with the newest policy."""
         if step < 1 or not self.batches.evaluations.due(step) or self._recorded(step):
             return
         self.heartbeat.update(phase="waiting", doing=f"for the weights of {step}, to evaluate them")

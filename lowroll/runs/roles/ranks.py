@@ -1,9 +1,5 @@
-"""The learner's ranks as processes.
-
-torchrun, srun or `lowroll train` with `train.gpus` above 1 set the environment. The latter starts
-
-    rank 0         the trainer                                       log logs/trainer-rank0.log
-    rank 1, ...    which follow it (`runs.roles.rank_follower`)      log logs/trainer-rank1.log, ...
+""", the trainer, and the ranks that follow it (`runs.roles.rank_follower`), with logs
+logs/trainer-rankN.log.
 
 When one ends or is silent all end. The first signal goes to rank 0, which finishes the step.
 """

@@ -1,7 +1,7 @@
 """`launcher: ray`: the roles of a run on a Ray cluster.
 
-A placement group has a bundle for each role. Ray finds another node for a bundle on a lost node,
-and the role is restarted there.
+A placement group has a bundle for each role. Ray finds another node for a lost bundle, where the
+role is restarted.
 """
 
 from __future__ import annotations

@@ -162,8 +162,8 @@ class ActorProcess(RoleProcess):
         return self._meet() and not self._is_left()
 
     def _meet(self) -> bool:
-        """Return whether the actor has reported a usable node; create it if there is none. Errors
-        are those of `is_placed`, and ValueError for an unusable node."""
+        """Return whether the actor has a usable node; create it if there is none. Errors are those
+        of `is_placed`, and ValueError for an unusable node."""
         if self.node:
             return True
         if self.actor is None:

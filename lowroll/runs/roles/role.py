@@ -105,7 +105,7 @@ class RestartBudget:
 
     def count_full_disk(self) -> float:
         """Undo the count of a start that ended with a full disk. Return the seconds since the first
-        of such ends in a row, at most WINDOW_S apart."""
+        such end in a row."""
         now = time.monotonic()
         if self.full_disks and now - self.full_disks[-1] > WINDOW_S:
             self.full_disks.clear()
@@ -138,7 +138,6 @@ class Role:
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code; 0 before the end."""
         return 0 if self.process.exit is None else self.process.exit.code
 
     def update(self) -> None:

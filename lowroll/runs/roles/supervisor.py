@@ -58,7 +58,7 @@ def launch(
     """Make a run by its roles. texts: files of a notebook or script.
 
     RunLockedError names another run in the folder, ValueError has what a role refuses, RunFailed
-    the last error of one that could not be kept alive.
+    the last error of a role that kept ending.
     """
     resolved = cfg.resolved()
     refuse(resolved)
@@ -220,7 +220,6 @@ class Supervisor:
             self.orchestrator.is_done, self.orchestrator.start_at = False, time.monotonic()
 
     def _restart(self, role: Role, why: str) -> None:
-        """Schedule a restart. RunFailed when the budget is spent."""
         if role.exit_code == NO_ROOM:
             return self._restart_after_full_disk(role, why)
         pause_s = role.budget.pause_s()
@@ -327,7 +326,6 @@ class Display:
         self.view.phase(" | ".join(map(_describe_activity, roles)), 0, 0)
 
     def _show_records(self) -> None:
-        """Show new steps and evaluations. The evaluation of step 0 belongs to step 1."""
         recorded_steps = set()
         for record in read(self.run):
             if record["step"] > self.step:

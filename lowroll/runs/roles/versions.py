@@ -53,8 +53,6 @@ class Versions:
         return self._await(version, lambda: self.broadcasts.at(version))
 
     def _await(self, version: int, allowed: Callable[[], Broadcast | None]) -> int:
-        """Load the broadcast of `allowed` once it has this version. Version 0 needs no
-        broadcast."""
         broadcast = allowed()
         if broadcast is None or broadcast.version < version:
             if version == 0:
@@ -73,8 +71,8 @@ class Versions:
         return self._take(newest, lambda: self.broadcasts.newest(most))
 
     def _take(self, broadcast: Broadcast, allowed: Callable[[], Broadcast | None]) -> int:
-        """Have the engines load a broadcast; return its version. If it is superseded meanwhile,
-        because a trainer may serve only its newest, load what `allowed` finds then."""
+        """Have the engines load a broadcast. If it is superseded meanwhile, because a trainer may
+        serve only its newest, load what `allowed` finds then. Return the version."""
         while self.held != broadcast:
             self._go_back(broadcast.version)
             try:
@@ -94,8 +92,8 @@ class Versions:
         return newest is not None and newest != broadcast and newest.version >= broadcast.version
 
     def _go_back(self, version: int) -> None:
-        """Forget all versions from the oldest undone one on, and retract what was drawn from them.
-        version: loaded next."""
+        """Forget all versions from the oldest undone one on, and retract what was drawn from
+        them."""
         undone = [old for old, taken in self._taken.items() if self._is_gone(taken, version)]
         if not undone:
             return
