@@ -85,7 +85,7 @@ class EvalConfig(Section):
     step the same prompts are also drawn as rollouts.
     """
 
-    interval: Count | None = None  # steps; null: only on request
+    interval: Count | None = None  # steps between evaluations; null: only on request
     num_examples: Count | None = 64  # null: all of a finite split, 64 of an endless one
     rollouts_per_example: GroupSize = 1  # responses to each
     temperature: Annotated[float, AfterValidator(_greedy_or_drawn)] = 0.0  # 0 is greedy
@@ -94,9 +94,9 @@ class EvalConfig(Section):
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0  # as rollout.min_p
     repetition_penalty: Penalty = 1.0  # as rollout.repetition_penalty
     env: Environments | None = None
-    eval_base_model: bool = True  # also before the first step
+    eval_base_model: bool = True  # evaluate also before the first step
     skip_eval_on_resume: bool = True  # a resumed run evaluates only when due
-    # abort requests in flight, and repeat them afterwards
+    # abort requests in flight for an evaluation, and repeat them after it
     cancel_inflight_rollouts_on_eval: bool = False
 
     @property
@@ -152,7 +152,7 @@ class DataConfig(Section):
     subset: Text | None = None  # configuration of a hub's data set, such as main
     revision: Text | None = None  # its branch, tag or commit
     streaming: bool = False  # read rows of the hub without a copy
-    rows: Count | None = None  # only the first rows; null: all
+    rows: Count | None = None  # how many of the first rows; null: all
     test_path: Text | None = None  # for evaluation; null: the test split of `path`
     test_split: Text | None = None  # null: test, or else validation
     # share of rows for evaluation, without a test split; 0: none
@@ -189,7 +189,7 @@ class ScoreConfig(Section):
     workers: Count = 2  # scoring processes
     time_limit: Positive = 10.0  # seconds a response
     memory_limit_mb: Count = 2048  # of a worker
-    # of failed scores; more stop the run, from 50 scores on
+    # share of failed scores that stops the run, judged from 50 scores on
     max_error_rate: Annotated[float, Field(ge=0, lt=1)] = 0.05
 
 
@@ -197,8 +197,8 @@ class FilterConfig(Section):
     """A flag on degenerate rollouts in the metrics; `enforce` also removes them from the loss,
     while their reward stays."""
 
-    type: Literal["gibberish", "repetition"]  # rare tokens, or a loop
-    enforce: bool = False  # remove them from the loss
+    type: Literal["gibberish", "repetition"]  # what is flagged: rare tokens, or a loop
+    enforce: bool = False  # remove flagged rollouts from the loss
     # gibberish: higher ids are rare tokens
     token_id_threshold: Whole = 100_000
     logprob_offset: NotNegative = 2.0  # gibberish: nats below the uniform log-prob

@@ -31,7 +31,7 @@ class SparseConfig(Section):
 
     xi_cap: Positive | None = None  # cap of the weights
     token_rs: Bounds | None = None  # (low, high): tokens with xi outside are masked
-    normalize_xi: bool = False  # divide by the batch's mean (one more forward pass)
+    normalize_xi: bool = False  # divide by the batch's mean of xi (one more forward pass)
     veto: Positive | None = 1e-4  # a sequence with any xi below is rejected
     # mask: reject only from the first such token on
     repair: Literal["mask"] | None = None
@@ -40,7 +40,7 @@ class SparseConfig(Section):
 class SurogateLoss(Section):
     """AIPO as Surogate's files spell it."""
 
-    # of a token, or of the whole response
+    # of the coefficient: of a token, or of the whole response
     ratio_type: Literal["token", "sequence"] = "token"
     kl_tau: NotNegative = 0.0  # weight of the log-ratio to the sampler
     adv_tau: NotNegative = 1.0  # weight of the advantage
@@ -51,7 +51,7 @@ class SurogateLoss(Section):
     geo_mask_high: Positive = 10.0  # responses with higher ones are masked
     sequence_mask_low: NotNegative = 0.0  # responses with any lower ratio are masked
     sequence_mask_high: Positive = 100.0  # responses with any higher ratio are masked
-    sequence_clip_high: Positive = 10.0  # ratio_type sequence: its cap
+    sequence_clip_high: Positive = 10.0  # ratio_type sequence: the cap of its ratio
 
 
 class AipoConfig(SurogateLoss):

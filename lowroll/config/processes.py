@@ -29,12 +29,12 @@ class AsynchronyConfig(Section):
     """The lag of the rollouts behind the learner, in steps. Batch n is drawn from version n - 1 -
     max_async_level on, where version v is that after step v."""
 
-    max_async_level: Whole = 0  # steps that the rollouts may lag behind
-    # use exactly that version
+    max_async_level: Whole = 0  # steps that the rollouts may lag behind the learner
+    # use exactly that version, and no newer one before its turn
     strict_async_level: bool = False
-    # updates that a rollout in flight survives
+    # weight updates that a rollout in flight survives
     max_off_policy_steps: Whole = 8
-    # requests in flight over those of a batch
+    # requests in flight, as a multiple of a batch
     oversampling_factor: Annotated[float, Field(ge=1, le=64)] = 1.0
     # unfinished responses at an update. none: there are none, since a batch waits for all; keep:
     # they continue with their cache; replay: with a cache rebuilt under the new weights
@@ -62,9 +62,9 @@ class ClientConfig(Section):
 class RolloutTransportConfig(Section):
     """The transport of batches from the orchestrator to the trainer."""
 
-    # files of the run's folder, or a socket
+    # by files of the run's folder, or by a socket
     type: Literal["filesystem", "zmq"] = "filesystem"
-    host: Text = "localhost"  # zmq: the orchestrator's address
+    host: Text = "localhost"  # zmq: where the orchestrator listens, and the trainer connects
     port: FreePort = 5555  # zmq; 0: a free one
     hwm: Count = 10  # batches that may wait for the trainer
 
@@ -72,7 +72,7 @@ class RolloutTransportConfig(Section):
 class WeightBroadcastConfig(Section):
     """The transport of weights from the trainer to the engines."""
 
-    type: Literal["filesystem", "nccl", "cuda_ipc"] = "filesystem"  # files, or from GPU to GPU
+    type: Literal["filesystem", "nccl", "cuda_ipc"] = "filesystem"  # by files, or from GPU to GPU
     host: Text = "localhost"  # nccl: where the ranks meet
     port: FreePort = 29501  # nccl; 0: a free one
     timeout: Positive = 1200.0  # seconds until every engine has them
@@ -81,7 +81,7 @@ class WeightBroadcastConfig(Section):
 class ServeConfig(Section):
     """The address at which the engine listens, for the role `serve`."""
 
-    host: Text = "127.0.0.1"  # one that others reach needs a token
+    host: Text = "127.0.0.1"  # address to listen at; one that others reach needs a token
     port: FreePort = 8000  # 0: a free one
 
 
@@ -97,15 +97,15 @@ def _address(text: str) -> str:
 class RayConfig(Section):
     """Used only by launcher: ray. A GPU that several roles share is a fraction, such as 0.5."""
 
-    # of a running cluster: auto, or host:port; null: start one here
+    # of a running cluster: auto, or host:port; null: this command starts its own, here
     address: Annotated[Text, AfterValidator(_address)] | None = None
     trainer_cpus: Count = 1  # on one node
     # on the same node; null: train.gpus, if the cluster has GPUs
     trainer_gpus: NotNegative | None = None
-    orchestrator_cpus: Count = 1  # needs no GPU
+    orchestrator_cpus: Count = 1  # it needs no GPU
     engine_cpus: Count = 1  # of each
     # of each; null: what one engine needs, if the cluster has GPUs
     engine_gpus: NotNegative | None = None
-    node_deadline: Positive = 600.0  # seconds to place a role
-    # further environment variables for the roles
+    node_deadline: Positive = 600.0  # seconds for the cluster to place a role
+    # further variables of the command's environment for the roles
     pass_env: Annotated[tuple[Variable, ...], Strict(False), AfterValidator(unique)] = ()

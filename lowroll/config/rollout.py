@@ -104,7 +104,7 @@ class KvConfig(Section):
     model_config = ConfigDict(extra="allow")  # the policy's options
 
     policy: Policy = "dense"  # which keys stay; its options are further keys: docs/usage.md
-    # auto: the engine's own; fp8: 8 bits
+    # auto: the engine's own dtype; fp8: keys and values in 8 bits
     dtype: Dtype = "auto"
 
     @classmethod
@@ -192,18 +192,18 @@ class RolloutConfig(Section):
 
     engine: EngineName = "native"  # lowroll's own, or vLLM
     vllm: VllmConfig = VllmConfig()  # used only by engine: vllm
-    engines: Count = 1  # of a run with roles, each a process on its own GPU
+    engines: Count = 1  # engines of a run with roles, each a process (on its own GPU)
     # format of the linear weights, or a budget (max_kl, max_bits, max_bytes, formats) under which
     # each layer gets one; dense: the run's dtype; stored: the codes in the model's folder
     weights: Weights = DEFAULT
     # true: a token's recorded log-prob is, bit for bit, what the learner computes before its
     # update. The learner then multiplies in the rollouts' formats (train.forward: aligned), on a
-    # CPU in float32. null: where it is cheap: on a CPU the engine and an aligned learner, on a GPU
-    # both with an aligned LoRA learner of INT8 codes
+    # CPU in float32. null: where supported, on a CPU the engine and an aligned learner, on a GPU
+    # both if LoRA learns aligned on INT8 codes; false: neither
     exact: bool | None = None
     kv: KvConfig | None = None  # null: every key, in the engine's own dtype
-    max_tokens: Count = 64  # of a response
-    min_tokens: Whole = 0  # of a response
+    max_tokens: Count = 64  # tokens of the longest response
+    min_tokens: Whole = 0  # tokens of the shortest response
     temperature: Temperature = 1.0  # of the sampler
     temp_scheduler: TemperatureConfig | None = None  # replaces `temperature`
     top_p: Probability = 1.0  # the likeliest tokens that together have this probability
@@ -219,8 +219,8 @@ class RolloutConfig(Section):
     # a second format, used while many rows decode
     large_batch_weights: LargeBatchWeights | None = None
     keep_dense: bool = False  # 4 bits on CUDA: additional dense weights for many rows
-    release_cache: bool = False  # lend the cache's memory to the learner
-    cache_tokens: Count | None = None  # capacity of the KV cache; null: what the run uses
+    release_cache: bool = False  # give the cache's memory to the learner between rollouts
+    cache_tokens: Count | None = None  # capacity of the KV cache in tokens; null: what the run uses
     prefill_chunk: Count | None = None  # prompt tokens of a sequence in one step; null: all
     # tokens of a prompt and its response; longer prompts are skipped. null: what a micro-batch and
     # the model's context hold

@@ -58,23 +58,23 @@ class RunSettings(Section):
     """The keys of a run."""
 
     model: Text  # folder or hub id
-    output_dir: Text = "outputs/run"  # relative to the working directory
+    output_dir: Text = "outputs/run"  # the run's folder, relative to the working directory
     seed: Seed = 0  # of all random draws
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # where the run computes
     # auto: float32 on the CPU, bfloat16 on a GPU
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     env: Environments = (EnvConfig(id="reverse-text"),)
     data: DataSection | None = None  # a data set instead of env
-    # path/to/file.py:function, or a reward model; []: answer, which compares the final answer with
-    # the gold one
+    # how its responses are scored: path/to/file.py:function, or a reward model; []: answer, whether
+    # the final answer matches the gold one
     reward_funcs: RewardFunctions = ()
     reward_weights: RewardWeights | None = None  # in the functions' order; null: 1 each
     # variables of the chat template, such as {enable_thinking: false}
     chat_template_kwargs: dict[str, JsonValue] = {}
-    logging_steps: Count = 1  # steps between lines on the terminal
-    # trackers; each needs the extra of its name
+    logging_steps: Count = 1  # steps between lines on the terminal; metrics.jsonl has all
+    # trackers that get the records; each needs the extra of its name
     track: Trackers = ()
-    track_project: Text = "lowroll"  # project, or experiment, there
+    track_project: Text = "lowroll"  # the run's project, or experiment, there
     # ORG/NAME on the hub: final/ is uploaded there at the end, as a private repository
     push_to_hub: HubName | None = None
     batch_size: Count = 64  # rollouts a step
@@ -83,8 +83,8 @@ class RunSettings(Section):
     algorithm: Algorithm = "grpo"  # how rewards become a loss: docs/algorithms.md
     advantage: Advantage | None = None  # null: the algorithm's; custom: advantage_function's
     advantage_function: AdvantageFunction | None = None
-    correction: Correction = "auto"  # for the mismatch between rollouts and learner
-    force: bool = False  # allow combinations known to collapse
+    correction: Correction = "auto"  # correction for the mismatch between rollouts and learner
+    force: bool = False  # allow combinations known to collapse, for comparison
     loss: LossConfig = LossConfig()
     critic: CriticConfig = CriticConfig()  # used only by ppo
     dapo: DapoConfig = DapoConfig()
@@ -94,11 +94,11 @@ class RunSettings(Section):
     noise: NoiseConfig | None = None
     score: ScoreConfig = ScoreConfig()
     buffer: BufferConfig = BufferConfig()  # selection of prompts
-    guard: GuardConfig | None = GuardConfig()  # null: off
+    guard: GuardConfig | None = GuardConfig()
     ckpt: CkptConfig = CkptConfig()
     eval: EvalConfig = EvalConfig()
     sft: SftConfig = SftConfig()
-    # processes for engine, orchestrator and trainer: here (local), or on a Ray cluster (ray)
+    # engine, orchestrator and trainer as processes: here (local), or on a Ray cluster (ray)
     launcher: Launcher = "none"
     ray: RayConfig = RayConfig()
     asynchrony: AsynchronyConfig = AsynchronyConfig()

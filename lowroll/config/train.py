@@ -57,8 +57,8 @@ class TrainConfig(Section):
     # on a CPU to save memory
     tokens_per_microbatch: Count | None = None
     learning_rate: Rate = 1e-5  # after the warm-up
-    lr_scheduler_type: Schedule = "constant"  # after the warm-up
-    warmup_steps: Whole = 0  # of a rising rate
+    lr_scheduler_type: Schedule = "constant"  # course of the rate after the warm-up
+    warmup_steps: Whole = 0  # steps in which the rate rises
     # final rate of linear and cosine, over learning_rate
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     weight_decay: NotNegative = 0.01  # decoupled
@@ -73,12 +73,12 @@ class TrainConfig(Section):
     optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
     # aligned: in the rollouts' low-bit arithmetic (QaRL); a format: in its arithmetic
     forward: Literal["dense", "aligned", "fp8", "nvfp4"] = "dense"
-    # gradients through the linear layers; fp8: by e4m3 products, but gradients of weights in the
-    # run's dtype
+    # gradients through the linear layers; fp8: by products of e4m3 codes. Gradients of the weights
+    # stay in the run's dtype
     backward: Literal["dense", "fp8"] = "dense"
     teacher: Text | None = None  # folder or hub id of the frozen model of loss.aipo.teacher_tau
     uaq_scale: Positive | None = None  # QuRL's update-aware scaling (1.5 there)
-    weight_metrics: bool = True  # weights/*, at the cost of a copy
+    weight_metrics: bool = True  # weights/*, at the cost of a copy of what is learned
     # true: recompute whole layers; a number: the gate-up product of this share of them; null:
     # false, and true on a CPU if smaller micro-batches are not enough
     activation_checkpointing: Recomputed = None
@@ -87,8 +87,8 @@ class TrainConfig(Section):
     # the learner attends to what a bounded cache held, and so scores the sparse policy itself
     replay_kv: bool = False
     lora: bool = False  # learn adapters on a frozen base
-    lora_rank: Count = 16
-    lora_alpha: Positive = 32.0  # scale times rank
+    lora_rank: Count = 16  # rank of the adapters
+    lora_alpha: Positive = 32.0  # their scale, times the rank
     # matrices with adapters; all of q, k, v (gate, up) also mean a qkv_proj (gate_up_proj)
     lora_target_modules: Annotated[
         tuple[Text, ...], Strict(False), Field(min_length=1), AfterValidator(unique)
@@ -123,8 +123,8 @@ class DapoConfig(Section):
     """DAPO's sampling and length rules, for any algorithm. Lengths in tokens."""
 
     dynamic_sampling: bool | None = None  # draw again groups whose rewards are all equal
-    max_rounds: Count = 8  # of generation in a step
-    # when no group differs in all rounds
+    max_rounds: Count = 8  # rounds of generation a step for dynamic sampling
+    # when no group differs in all rounds: the run ends, or continues
     no_signal: Literal["end", "go_on"] = "end"
     overlong_max: Count | None = None  # Lmax: at this length the penalty is -1
     overlong_cache: Count | None = None  # Lc: the penalty starts at Lmax - Lc
@@ -135,14 +135,14 @@ class CriticConfig(Section):
     checkpoints."""
 
     model: Text | None = None  # folder or hub id with the same tokenizer; null: the run's
-    learning_rate: Rate = 1e-5
-    weight_decay: NotNegative = 0.01
+    learning_rate: Rate = 1e-5  # of its optimiser
+    weight_decay: NotNegative = 0.01  # of its optimiser
     max_grad_norm: Positive = 1.0  # longer gradients are cut to this length
-    value_clip: Positive | None = 0.5  # most change of a value in a step; null: no clip
-    warmup_steps: Whole = 0  # first steps with only the critic
+    value_clip: Positive | None = 0.5  # how far a value may move in a step; null: no clip
+    warmup_steps: Whole = 0  # first steps, in which only the critic learns
     gamma: Share = 1.0  # discount a token
     lam: Share = 1.0  # GAE: 1 trusts the rewards, 0 the values
-    whiten: bool = True  # mean 0 and variance 1 over the batch
+    whiten: bool = True  # advantages of mean 0 and variance 1 over the batch
 
 
 class GuardConfig(Section):
@@ -154,44 +154,44 @@ class GuardConfig(Section):
 
     # a warning, tighter bounds, or wider rollouts
     action: Literal["warn", "tighten", "fallback"] = "warn"
-    patience: Count = 3  # steps with an alarm before the action
+    patience: Count = 3  # steps in a row with an alarm before the action
     ess_below: Probability | None = 0.3  # mismatch/ess
     # moving average of mismatch/kl_k3 over its first steps
     kl_growth: Annotated[float, Field(gt=1)] | None = 10.0
-    kl_floor: Positive = 2e-3  # nats; lower growth is no alarm
+    kl_floor: Positive = 2e-3  # nats; growth below this level is no alarm
     # nats; the same average from the first step on; off with noise or a truncated sampler
     kl_above: Positive | None = 0.1
     rejected_above: Probability | None = 0.5  # correction/rejected_fraction, or of sequences
     ratio_above: Positive | None = 1e3  # mismatch/weight_max
-    nonfinite: bool = True  # not finite mismatch or update
+    nonfinite: bool = True  # a mismatch or an update that is not finite
 
 
 class CkptConfig(Section):
     """A checkpoint every `interval` steps."""
 
-    interval: Count = 50  # steps
-    keep_last: Count | None = 3  # newest; null: all
+    interval: Count = 50  # steps between checkpoints
+    keep_last: Count | None = 3  # the newest that stay; null: all
     keep_interval: Count | None = None  # also keep one every so many steps
-    # seconds, on a full disk
+    # seconds to wait for space on a full disk
     wait_for_space: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3600.0
-    # step of the checkpoint (-1: the newest); null: as --resume says
+    # resume from this step's checkpoint (-1: the newest); null: as --resume says
     resume_step: Annotated[int, Field(ge=-1)] | None = None
-    # seconds, after resuming; null: weight_broadcast.timeout
+    # seconds that a resumed role waits for weights; null: as weight_broadcast.timeout
     wait_for_weights_timeout: Positive | None = None
     skip_progress: bool = False  # begin at step 1 with the checkpoint's weights
-    skip_buffer: bool = False  # drop the checkpoint's pools
+    skip_buffer: bool = False  # drop the checkpoint's pools by difficulty
 
 
 class SftConfig(Section):
     """`lowroll sft`: supervised warm start. Other settings are `train`'s."""
 
-    data: Text | None = None  # JSONL of {"messages": [...]}; null: from the environments
-    num_examples: Count = 4096  # from the environments
+    data: Text | None = None  # a JSONL of {"messages": [...]}; null: env demonstrations
+    num_examples: Count = 4096  # demonstrations drawn from the environments
     steps: Count = 200  # optimiser updates
     batch_size: Count = 32  # examples a step
     learning_rate: Rate = 1e-4  # after the warm-up
-    lr_scheduler_type: Schedule = "cosine"  # after the warm-up
-    warmup_steps: Whole = 0  # of a rising rate
+    lr_scheduler_type: Schedule = "cosine"  # course of the rate after the warm-up
+    warmup_steps: Whole = 0  # steps in which the rate rises
     # final rate of linear and cosine, over learning_rate
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
 

@@ -115,14 +115,14 @@ class VllmConfig(Section):
     token_env: Text | None = None  # environment variable with the server's token
     # interpreter with vLLM; null: LOWROLL_VLLM_PYTHON, else the run's
     python: Text | None = None
-    folder: Text | None = None  # for weights; null: a temporary folder
+    folder: Text | None = None  # for vLLM's weights; null: a temporary folder
     devices: Text | None = None  # CUDA_VISIBLE_DEVICES, such as "1,2"; null: the run's
     tensor_parallel_size: Count = 1  # GPUs that share the model
-    # share of each GPU's memory
+    # share of each GPU's memory for vLLM; the learner needs the rest
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.5
     dtype: Literal["float32", "bfloat16", "float16"] | None = None  # null: the run's
     max_lora_rank: Count | None = None  # null: the least for train.lora_rank
-    # of whole weights: by files, or between GPUs if vLLM has its own (devices)
+    # transport of whole weights: by files, or from GPU to GPU where it has its own (devices)
     transfer: Literal["folder", "nccl"] = "folder"
     serve_args: Annotated[
         tuple[Text, ...], Strict(False), AfterValidator(_words)
