@@ -1,4 +1,7 @@
-""".0, and they are neither counted nor learned."""
+"""The types that the packages exchange. Standard library only.
+
+Log-probs are in nats. Every type survives `lowroll.transport.codec` byte for byte.
+"""
 
 from __future__ import annotations
 
@@ -155,10 +158,10 @@ class Evictions:
     """The keys that a bounded cache dropped of one sample, for a learner that scores the sampler's
     policy (`model.replay`).
 
-    Compaction i = 1, 2, ... ran after the query at position `after[i - 1]`, for later queries.
-    `numbers` has shape [layers, heads, after[-1] + 1]: i for a key that compaction i dropped, 0 for
-    one that stayed. An entry is one byte, or two (little-endian) with more than 255 compactions,
-    compressed by zlib. Empty without compactions.
+    Compaction i = 1, 2, ... ran after the query at position `after[i - 1]`; later queries do not
+    see what it dropped. `numbers` has shape [layers, heads, after[-1] + 1]: i for a key that
+    compaction i dropped, 0 for one that stayed. An entry is one byte, or two (little-endian) with
+    more than 255 compactions, compressed by zlib. Empty without compactions.
     """
 
     layers: int
@@ -184,8 +187,8 @@ class Rollout:
     did not record them. `top_logprobs` has the likeliest tokens at each position, likeliest first
     and ties by the lower id.
 
-    `turns` are a conversation's, else None. Tokens between them are the environment's: their
-    log-probs are
+    `turns` are a conversation's, else None. Tokens between them are the environment's, with
+    log-probs of 0.0; they are neither counted nor learned.
     """
 
     token_ids: list[int]

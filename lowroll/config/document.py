@@ -1,4 +1,9 @@
-""".1 reads otherwise (no, 010, 1:30, 1_000) are refused."""
+"""YAML text as plain values, with the line of every key.
+
+Anchors, aliases, tags, merge keys, several documents and duplicated keys are refused, which
+prevents alias bombs and object construction. Plain scalars follow YAML 1.2 (1e-5 is a number);
+those that YAML 1.1 reads otherwise (no, 010, 1:30, 1_000) are refused.
+"""
 
 from __future__ import annotations
 

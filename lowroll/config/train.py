@@ -1,6 +1,4 @@
-""".002 to 0.025, and single weights of 1e5 before a collapse. Growth misses a run that starts too
-far away, so `kl_above` lies between int8's 0.05 nats and nvfp4's 0.33 (SmolLM2-135M,
-docs/results.md)."""
+"""The learner's sections: `train:`, `critic:`, `dapo:`, `stages:`, `guard:`, `ckpt:` and `sft:`."""
 
 from __future__ import annotations
 
@@ -149,7 +147,9 @@ class GuardConfig(Section):
     """Alarms on the mismatch (null: off), and their action after `patience` steps in a row.
 
     Defaults: verl's guide wants an effective sample size above 0.3. QuRL (Fig. 3) saw the KL grow
-    from
+    from 0.002 to 0.025, and single weights of 1e5 before a collapse. Growth misses a run that
+    starts too far away, so `kl_above` lies between int8's 0.05 nats and nvfp4's 0.33
+    (SmolLM2-135M, docs/results.md).
     """
 
     # a warning, tighter bounds, or wider rollouts

@@ -1,5 +1,8 @@
-""", the trainer, and the ranks that follow it (`runs.roles.rank_follower`), with logs
-logs/trainer-rankN.log.
+"""The learner's ranks as processes.
+
+torchrun, srun or `lowroll train` with `train.gpus` above 1 set the environment. The latter starts
+the trainer, which is rank 0, and the ranks that follow it (`runs.roles.rank_follower`). Their logs
+are logs/trainer-rankN.log.
 
 When one ends or is silent all end. The first signal goes to rank 0, which finishes the step.
 """
