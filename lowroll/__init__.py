@@ -38,10 +38,9 @@ __all__ = [
     "train",
 ]
 
-# Between two parallel loops OpenMP's threads spin for a millisecond; beside a busy process each
-# waits for one that has lost its core, which is 40 times slower (docs/LOG.md, 2026-11-22). A short
-# spin changes no number, and costs nothing on an idle machine. Torch reads it when it is loaded; a
-# user's own policy stays.
+# Between two parallel loops OpenMP's threads spin for a millisecond, which beside a busy process is
+# 40 times slower (docs/LOG.md, 2026-11-22). A short spin costs nothing on an idle machine. Torch
+# reads the variable when it is loaded; a user's own policy stays.
 if "OMP_WAIT_POLICY" not in os.environ and "torch" not in sys.modules:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 

@@ -1,8 +1,6 @@
 """`lowroll <command>...`: find the command's module, parse its arguments, run it.
 
-Exit codes: 0 done, 1 a run that could not go on (one `error:` line) or a failure of the program
-(its traceback), 2 a user's error (an `error:` line for each problem), 75 a full disk, 130, 143 or
-129 stopped by SIGINT, SIGTERM or SIGHUP. LOWROLL_DEBUG=1 also shows the tracebacks of exit code 2.
+The exit codes are in docs/usage.md. LOWROLL_DEBUG=1 also shows the tracebacks of a user's errors.
 """
 
 from __future__ import annotations

@@ -4,20 +4,16 @@ refused combinations.
 The first row of `AUTO` that applies is taken. `COLLAPSES` are combinations that a paper saw fail;
 they need `force: true`.
 
-    QuRL       low-bit rollouts, a dense learner          acr; Fig. 2, Fig. 3, Tables 1 and 2 show the others fail
-    QaRL       a learner in the rollouts' arithmetic      tbpo; Fig. 8 shows gspo drift
-    Sparse-RL  a cache that evicts                        sparse: rejection, reweighting; Fig. 1, Table 1 show none fail
-    Sparse-RL  a sampler that cannot reach every token    rejection and reweighting (sec. 3)
-    QeRL       LoRA on the rollouts' own low-bit base     trains without a correction; tis costs nothing and is safe
+Each row names its paper. QaRL (Fig. 8) saw gspo drift with a learner in the rollouts' arithmetic.
+QeRL trains LoRA on the rollouts' own low-bit base without a correction; tis is safe there.
 
 A penalty and `min_tokens`, which bans stop ids until then, truncate a sampler like top_p. A second
 format (`rollout.large_batch_weights`) counts as low-bit rollouts that no learner shares. A learner
 that rounds beside dense rollouts (`train.forward: fp8`) is as far from them as in the reverse case.
 
 Another engine's kernels differ in bfloat16 by a few hundredths of a nat, and more for single
-tokens. Yao et al. (2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training")
-saw this ruin runs on vLLM's rollouts, and corrected with truncated weights. A cache that rounds its
-keys makes a smaller gap.
+tokens, which truncated weights correct (Yao et al., 2025, docs/algorithms.md). A cache that rounds
+its keys makes a smaller gap.
 
 Formats that round activations differ from a pretrained learner even with shared codes (LoRA) or an
 aligned learner. A capped weight suits int8's gap; those of nvfp4, int4 and w4a8 are too wide for

@@ -2,7 +2,6 @@
 and the nearest known key.
 
     run.yaml:8: train.max_stepz: unknown key (did you mean max_steps?)
-    override train.max_stepz: unknown key (did you mean max_steps?)
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A run's configuration, checked and resolved.
 
-Strict pydantic models check each section; `RunConfig` checks the settings against each other and
-reports all problems at once.
+`RunConfig` checks the settings against each other and reports all problems at once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """The sections `rollout:` and `noise:`.
 
-    rollout.weights: int8
-    rollout.weights: stored               the codes in the model's folder
     rollout.weights: {max_kl: 0.02}       a budget, under which each layer gets a format
     rollout.weights: max_kl=0.02          the same for the command line
     rollout.kv: {policy: rkv, budget: 512, buffer: 128}

@@ -1,14 +1,11 @@
-"""`lowroll demo`: a small language model learns a task by GRPO with INT8 rollouts, in minutes on
-two cores.
+"""`lowroll demo`: a small language model learns a task by GRPO with INT8 rollouts, in minutes on two
+cores.
 
-1. Build a Qwen3-shaped model of random weights and a byte-level tokenizer.
-2. Warm-start it by SFT on reverse-text demonstrations.
-3. Train by GRPO with ACR. Evaluate on held-out strings as sampled in training, at T = 0.5 and
-   greedily, since a sharper policy gains in the first alone.
-4. Measure INT8 and dense engines, on this model and on larger layers.
-
-The exit code is 1 unless the held-out reward rose by `MIN_GAIN` as sampled and by `MIN_GREEDY_GAIN`
-greedily.
+A Qwen3-shaped model of random weights is warm-started by SFT on reverse-text demonstrations, and
+trained by GRPO with ACR. It is evaluated as sampled in training, at T = 0.5 and greedily, since a
+sharper policy gains in the first alone. The exit code is 1 unless the held-out reward rose by
+`MIN_GAIN` as sampled and by `MIN_GREEDY_GAIN` greedily. At the end the speeds of INT8 and dense
+engines are measured, also on larger layers.
 """
 
 from __future__ import annotations

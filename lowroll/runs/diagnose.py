@@ -17,7 +17,7 @@ Each step has one cause:
     quantized -> dense     weights (where the format leaves activations alone, from aligned)
 
 Rounding amplifies: an order of sums that differs by 1e-7 flips codes of activations, layer by
-layer, until both sides' rounding errors are independent. `staleness` is 0.
+layer, until both sides' rounding errors are independent.
 
 In kl_k1, mean(from - to), the causes add up exactly; a cause's share is its mean |from - to| over
 the sum of all. The tokens are those of `decode`, so k3 estimates a KL divergence only for the

@@ -32,8 +32,7 @@ class EvaluationEngine(EngineClient, Protocol):
 
 
 class Evaluations:
-    """`eval/*` of a run's policy on the test splits, without noise: before the first step, every
-    `eval.interval` steps and after the last."""
+    """`eval/*` of a run's policy on the test splits, without noise."""
 
     def __init__(
         self,

@@ -56,8 +56,8 @@ def run(
 
     ValueError, before training, names the invalid setting, model, data or folder. A folder with a
     begun run is refused; `resume` continues its newest undamaged checkpoint; `overwrite` replaces
-    only the run's files. SIGINT, SIGTERM and SIGHUP finish the step, write a checkpoint and return.
-    A run without a learning signal ends early.
+    only the run's files. A signal ends it with a checkpoint (`runs.stop`), a missing learning
+    signal early.
     """
     cfg, environment_files = configuration.read(config, overrides or {})
     resume = resume or resumes_by_config(cfg)
@@ -93,8 +93,7 @@ def _train(training_run: Run, first_step: int, stack: ExitStack) -> RunResult:
 
 
 class Run:
-    """A run with both halves in one process. `stack` closes its engine and workers. ValueError when
-    the checkpoint to resume is another run's."""
+    """A run with both halves in one process. `stack` closes its engine and workers."""
 
     def __init__(self, home: RunFolder, stack: ExitStack, resume: bool = False) -> None:
         self.home = home

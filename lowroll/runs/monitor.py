@@ -1,10 +1,5 @@
-"""The monitor of the distance between rollouts and learner, and of the settings that follow.
-
-first look   before the first update: thresholds of `correction: auto` are widened while they
-             silence over half of the batch
-guard        after every step: bounds are tightened, or the rollouts get another format
-             (`trainer.guard`)
-"""
+"""The monitor of the distance between rollouts and learner, and of the settings that follow: before
+the first update (`Monitor.first_look`) and after every step (`trainer.guard`)."""
 
 from __future__ import annotations
 

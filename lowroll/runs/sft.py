@@ -92,7 +92,7 @@ def warm_start(cfg: RunConfig, source: Path, target: Path) -> dict[str, float]:
 
 
 class SftRun:
-    """A supervised run. ValueError when the checkpoint to resume is another run's."""
+    """A supervised run."""
 
     def __init__(self, home: RunFolder, resume: bool) -> None:
         self.cfg = home.cfg

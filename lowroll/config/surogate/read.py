@@ -1,7 +1,5 @@
 """The train, infer and orch files of Surogate's GRPO document as one RunConfig.
 
-    lowroll grpo --train train.yaml --infer infer.yaml --orch orch.yaml      (or one file with the three sections)
-
 `table.py` has every key and its differences here. The token loss is `correction: aipo` on
 grpo_no_std advantages, averaged over the tokens of the batch. Without `launcher=local` the three
 processes are one, and `notes` names keys without effect.

@@ -1,8 +1,4 @@
-"""The settings of a role that is started by hand with one file.
-
-    lowroll serve infer.yaml       the model, where to listen, whether adapters are taken
-    lowroll orchestrate orch.yaml  the whole run but for the learner's own keys
-    lowroll train train.yaml       the learner's keys; the orchestrator's settings for the rest
+"""The settings of a role that is started by hand with one file (docs/configuration.md).
 
 The orchestrator stores its settings at RUN/orchestrator/given.yaml for the trainer. Every role also
 takes lowroll's own run.yaml, and one file with the three sections.

@@ -87,7 +87,7 @@ def train(
 
 
 class Training:
-    """The trainer's role. ValueError when the checkpoint to resume is another run's."""
+    """The trainer's role."""
 
     def __init__(
         self,
