@@ -55,7 +55,7 @@ class Prompt:
     """One task of an environment. `info` is its scorer's JSON data, such as the gold answer."""
 
     id: str  # stable and unique within its environment
-    env: str  # that made it
+    env: str  # of the environment that made it
     messages: list[Message]
     info: dict[str, Any] = field(default_factory=dict)
 
