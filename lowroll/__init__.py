@@ -1,6 +1,6 @@
 """lowroll: reinforcement learning of language models with cheap rollouts.
 
-The public names load on first use, so that `import lowroll` and its torch-free packages stay light.
+The public names load on first use, so that `import lowroll` stays light.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ __all__ = [
     "train",
 ]
 
-# Between two parallel loops OpenMP's threads spin for a millisecond, and beside a busy process each
-# waits for one that has lost its core: 40 times slower (docs/LOG.md, 2026-11-22). A short spin
-# changes no number, and on an idle machine the speeds lie in the same range. It is read when torch
-# is loaded; who sets a policy knows better.
+# Between two parallel loops OpenMP's threads spin for a millisecond, which beside a busy process is
+# 40 times slower (docs/LOG.md, 2026-11-22). A short spin costs nothing on an idle machine. Torch
+# reads the variable when it is loaded; a user's own policy stays.
 if "OMP_WAIT_POLICY" not in os.environ and "torch" not in sys.modules:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 

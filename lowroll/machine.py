@@ -1,9 +1,6 @@
-"""The memory and cores of this machine that the process may use, what a child of it may know, and
-when garbage is collected.
+"""The memory and cores of this process, its children's environment, and garbage collection.
 
-Memory is in bytes, as the kernel says it (/proc/meminfo, and the control group of version 2 that a
-container sees as its own), less than there is where a container bounds it; None where the system
-does not say.
+Memory is in bytes, within the limit of the container's control group (version 2); None if unknown.
 """
 
 from __future__ import annotations
@@ -29,20 +26,19 @@ KEEP_ENV = (
     "TMPDIR",
     "LD_LIBRARY_PATH",
     "VIRTUAL_ENV",
-    "HF_HOME",  # where models of the hub lie, and whether it may be asked for more
+    "HF_HOME",
     "HF_HUB_CACHE",
     "HF_HUB_OFFLINE",
 )
 
 
 def kept_env(*more: str) -> dict[str, str]:
-    """Return the environment variables that a child process is started with: those of `KEEP_ENV`
-    and `more` that are set. Others may be keys and tokens."""
+    """Return the variables of `KEEP_ENV` and `more`, since others may hold keys and tokens."""
     return {name: os.environ[name] for name in (*KEEP_ENV, *more) if name in os.environ}
 
 
 def total_memory() -> int | None:
-    """Return the memory that the process may use in all."""
+    """Return the total memory of the process."""
     try:
         found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
@@ -65,11 +61,10 @@ def free_memory() -> int | None:
 
 
 def usable_cores() -> int:
-    """Return the cores that the process may keep busy: a container's share of time counts as that
-    many."""
+    """Return the usable cores, within a container's share of time."""
     try:
         cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on this system
+    except AttributeError:
         cores = os.cpu_count() or 1
     try:
         share, period = (GROUP / "cpu.max").read_text().split()
@@ -79,16 +74,15 @@ def usable_cores() -> int:
 
 
 def raise_file_limit() -> int:
-    """Raise this process's soft limit of open files to its hard limit and return it."""
+    """Raise the soft limit of open files to the hard limit and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # a system may allow less than it says
+    with suppress(ValueError, OSError):  # a system may allow less than it reports
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         soft = hard
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 def _limit() -> int | None:
-    """Return the bound of the container; None where there is none."""
     try:
         return int((GROUP / "memory.max").read_text())
     except (OSError, ValueError):  # no such file, or "max"
@@ -96,8 +90,6 @@ def _limit() -> int | None:
 
 
 def _held() -> int:
-    """Return what the container uses, without the files that the kernel only keeps while their
-    memory is not needed."""
     try:
         used = int((GROUP / "memory.current").read_text())
         kept = dict(line.split() for line in (GROUP / "memory.stat").read_text().splitlines())
@@ -107,7 +99,7 @@ def _held() -> int:
 
 
 class _Heap:
-    """How many blocks of this process leave what existed before them out of garbage collections."""
+    """A count of the `long_lived` blocks."""
 
     def __init__(self) -> None:
         self.lock = Lock()
@@ -124,7 +116,7 @@ class _Heap:
         with self.lock:
             self.blocks -= 1
             if not self.blocks:
-                gc.unfreeze()  # Triton reports what is never collected as leaked
+                gc.unfreeze()  # Triton reports uncollected objects as leaked
 
     def collect(self) -> None:
         with self.lock:
@@ -140,8 +132,8 @@ _HEAP = _Heap()
 
 @contextmanager
 def long_lived() -> Iterator[None]:
-    """Leave all objects that exist now out of garbage collections in the block, unless it is within
-    another one: among all that torch and transformers load, a full collection takes 0.2 to 0.4 s."""
+    """Exclude existing objects from garbage collections in the outermost block: a full collection
+    of those of torch and transformers takes 0.2 to 0.4 s."""
     _HEAP.enter()
     try:
         yield
@@ -150,5 +142,5 @@ def long_lived() -> Iterator[None]:
 
 
 def collect_garbage() -> None:
-    """Collect all garbage, also of what the one block of `long_lived` leaves out."""
+    """Collect all garbage, also what a single `long_lived` block excludes."""
     _HEAP.collect()

@@ -1,4 +1,4 @@
-"""Tool calls in what a model writes: one reader a format, and which format a chat template speaks.
+"""Readers of tool calls in a model's turns, one for each format.
 
     hermes        <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>     Qwen2.5, Qwen3, Hermes
     qwen3_coder   <tool_call><function=add><parameter=a>1</parameter></function></tool_call>
@@ -6,8 +6,7 @@
     mistral       [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}], or add{"a": 1} and
                   add[ARGS]{"a": 1} behind the mark
 
-A call that cannot be read is a sentence in `errors`, never an exception. The work is linear in the
-text.
+An unreadable call is a sentence in `errors`, never an exception. The time is linear in the text.
 """
 
 from __future__ import annotations
@@ -21,29 +20,29 @@ from typing import Any, NoReturn
 
 from lowroll.types import Message
 
-MOST_TEXT = 50_000  # characters of a turn that are looked at
+MOST_TEXT = 50_000  # characters read of a turn
 MOST_CALLS = 32  # of a turn
-MOST_NAME = 128  # characters of a tool's name, and of a call's id
-MOST_DEPTH = 64  # of arguments within arguments
+MOST_NAME = 128  # characters of a tool's name or a call's id
+MOST_DEPTH = 64  # of nested arguments
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION, _PARAMETER = "<function=", "<parameter="
 _MISTRAL, _ARGS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _LLAMA = "<|python_tag|>"
 _SPACE = " \t\r\n"
-# what a call begins with, and all that a reader looks for: special tokens of some tokenizers
+# special tokens of some tokenizers
 _MARKS = {"hermes": _OPEN, "qwen3_coder": _OPEN, "llama3_json": _LLAMA, "mistral": _MISTRAL}
 UNTYPED = frozenset(("qwen3_coder",))
 WORDS = frozenset((_OPEN, _CLOSE, _MISTRAL, _ARGS, _CALL_ID, _LLAMA))
 
 
 class IllFormed(ValueError):
-    """A call that cannot be read, and why."""
+    """A call that cannot be read, with the reason."""
 
 
 @dataclass(frozen=True)
 class ToolInvocation:
-    """A tool's name and its arguments, as JSON has them. `id`: "" where the model wrote none."""
+    """A tool's name and its JSON arguments. `id` is "" if the model wrote none."""
 
     name: str
     arguments: dict[str, Any]
@@ -52,15 +51,14 @@ class ToolInvocation:
 
 @dataclass(frozen=True)
 class Spoken:
-    """A turn in parts: the text before the first call, the calls, and why others are none."""
+    """A turn: the text before the first call, the calls, and errors of unreadable ones."""
 
     content: str
     calls: tuple[ToolInvocation, ...] = ()
     errors: tuple[str, ...] = ()
 
     def message(self, content: str) -> Message:
-        """Return the turn as a chat message with all its text: `tool_calls` and `ill_formed`
-        (sentences) are there when there are any."""
+        """Return the turn as a chat message with all its text."""
         said: Message = {"role": "assistant", "content": content}
         if self.calls:
             said["tool_calls"] = [
@@ -86,7 +84,6 @@ class _Found:
         return len(self.calls) + len(self.errors) >= MOST_CALLS
 
     def add(self, read: Callable[[Any], ToolInvocation], source: Any) -> None:
-        """Keep a call, or the error of an ill-formed one."""
         try:
             self.calls.append(read(source))
         except IllFormed as error:
@@ -94,7 +91,7 @@ class _Found:
 
 
 def format_of(template: str) -> str | None:
-    """Return the format of calls in a chat template's source; None when it shows none."""
+    """Return the format of calls in a chat template's source, or None."""
     if _MISTRAL in template:
         return "mistral"
     if _OPEN in template:
@@ -105,29 +102,27 @@ def format_of(template: str) -> str | None:
 
 
 def read(format: str, text: str) -> Spoken:
-    """Return the first `MOST_TEXT` characters of a turn in parts. ValueError for an unknown format
-    alone."""
+    """Split a turn's first `MOST_TEXT` characters. ValueError for an unknown format."""
     if format not in FORMATS:
         raise ValueError(f"tool calls: unknown format {format!r}; known: {', '.join(FORMATS)}")
     return FORMATS[format](text[:MOST_TEXT])
 
 
 class Speech:
-    """A turn as it is written, piece by piece; what may be a call is held back. The space before a
-    call is left out; a turn in which nothing can be read as a call is said as it stands."""
+    """A turn that arrives in pieces. It holds back text that may be a call."""
 
     def __init__(self, format: str) -> None:
         self.format = format
         self.text = ""
-        self.given = 0  # characters of it
+        self.given = 0
 
     def feed(self, piece: str) -> str:
-        """Take the next piece, and return what can be said now."""
+        """Take the next piece and return the text that is certain."""
         self.text += piece
         return self._give(self._plain())
 
     def end(self) -> tuple[str, tuple[ToolInvocation, ...]]:
-        """Return the rest of what is said, and the calls."""
+        """Return the rest of the text, and the calls."""
         calls = read(self.format, self.text).calls
         if not calls:
             return self._give(len(self.text)), ()
@@ -139,7 +134,6 @@ class Speech:
         return new
 
     def _plain(self) -> int:
-        """Return the number of characters that are no part of a call, whatever follows."""
         text, mark = self.text, _MARKS[self.format]
         until = text.find(mark, self.given)
         if until < 0 and self.format == "llama3_json" and text.lstrip(_SPACE)[:1] in ("", "{"):
@@ -150,7 +144,7 @@ class Speech:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Return the length of the longest end of `text` with which `mark` begins, and is longer."""
+    """Return the length of the longest end of `text` that is a proper prefix of `mark`."""
     for length in range(min(len(text), len(mark) - 1), 0, -1):
         if text.endswith(mark[:length]):
             return length
@@ -158,8 +152,8 @@ def overlap(text: str, mark: str) -> int:
 
 
 def typed(arguments: dict[str, Any], texts: Container[str]) -> dict[str, Any]:
-    """Return the arguments of a format that writes values as text (`UNTYPED`), read as JSON where
-    they are some. texts: names of the parameters that may be a text, which stay."""
+    """Parse an `UNTYPED` format's values as JSON where possible. texts: parameters that may be a
+    text."""
     return {
         key: _unquoted(value) if isinstance(value, str) and key not in texts else value
         for key, value in arguments.items()
@@ -167,7 +161,7 @@ def typed(arguments: dict[str, Any], texts: Container[str]) -> dict[str, Any]:
 
 
 def texts(schema: dict[str, Any], names: Iterable[str]) -> set[str]:
-    """Return those of the parameters `names` that may be a text by a tool's JSON schema."""
+    """Return the parameters among `names` that a tool's JSON schema lets be a text."""
     properties = schema.get("properties")
     known = properties if isinstance(properties, dict) else {}
     return {name for name in names if _admits_text(known.get(name))}
@@ -193,7 +187,6 @@ def _unquoted(text: str) -> Any:
 
 
 def _tagged(call: Callable[[str], ToolInvocation], text: str) -> Spoken:
-    """Read calls between <tool_call> and </tool_call>; the last one may lack its end."""
     begin = text.find(_OPEN)
     if begin < 0:
         return Spoken(text)
@@ -207,7 +200,7 @@ def _tagged(call: Callable[[str], ToolInvocation], text: str) -> Spoken:
 
 def _json_call(inside: str) -> ToolInvocation:
     value, rest = _first_json(inside)
-    if rest.strip(_SPACE)[:1] not in ("", "<"):  # the end of the turn may follow
+    if rest.strip(_SPACE)[:1] not in ("", "<"):  # the end tag of the turn may follow
         raise IllFormed("not JSON: more follows behind it")
     return _call(value)
 
@@ -254,7 +247,6 @@ def _llama3_json(text: str) -> Spoken:
 
 
 def _begins_with_name(text: str) -> bool:
-    """Return whether a turn without a mark is a call: an object whose first key is that of one."""
     brace, inside = text.lstrip(_SPACE)[:1], text.lstrip(_SPACE)[1:].lstrip(_SPACE)
     return brace == "{" and inside.startswith(('"name"', '"type": "function"', '"parameters"'))
 
@@ -309,7 +301,6 @@ def _spoken(before: str, found: _Found) -> Spoken:
 
 
 def _call(value: Any) -> ToolInvocation:
-    """Return a JSON object as a call. IllFormed says what it lacks."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = {"id": value.get("id"), **value["function"]}
     if not isinstance(value, dict):
@@ -318,7 +309,7 @@ def _call(value: Any) -> ToolInvocation:
     if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME or not name.isprintable():
         raise IllFormed('a tool call needs "name", the name of a tool')
     arguments = value.get("arguments", value.get("parameters"))
-    if isinstance(arguments, str):  # some models write their JSON as a text
+    if isinstance(arguments, str):  # some models write a JSON text
         arguments = _json(arguments)
     if arguments is None:
         arguments = {}
@@ -332,7 +323,6 @@ def _call(value: Any) -> ToolInvocation:
 
 
 def _check(arguments: dict[str, Any]) -> None:
-    """Raise IllFormed for arguments that are nested too deep, or have half a surrogate pair."""
     if any(depth > MOST_DEPTH for depth in depths(arguments)):
         raise IllFormed(f"the arguments are nested more than {MOST_DEPTH} deep")
     try:
@@ -342,7 +332,7 @@ def _check(arguments: dict[str, Any]) -> None:
 
 
 def depths(value: Any) -> Iterator[int]:
-    """Yield how deep each value lies, without recursion."""
+    """Yield the depth of each value, without recursion."""
     open = [(value, 1)]
     while open:
         inner, depth = open.pop()
@@ -367,7 +357,6 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
 
 
 def _first_json(text: str) -> tuple[Any, str]:
-    """Return the JSON value that a text begins with, and what follows it, or raise IllFormed."""
     text = text.lstrip(_SPACE)
     try:
         value, end = _DECODER.raw_decode(text)

@@ -1,1 +1,2 @@
-"""The command line: one file a command. Heavy imports follow the parsing of the arguments."""
+"""The command line: one file for each command. Heavy imports follow the parsing of the
+arguments."""

@@ -1,5 +1,4 @@
-"""`lowroll completion bash|zsh|fish`: a script that completes commands, options and settings, made
-from the parsers."""
+"""`lowroll completion bash|zsh|fish`: a script that completes commands, options and settings."""
 
 from __future__ import annotations
 
@@ -78,8 +77,8 @@ def fish() -> str:
 
 
 def words(command: str) -> Iterator[tuple[str, str]]:
-    """Yield a command's words, each with a summary: its long options, the choices of its positional
-    arguments and, where it takes settings, their keys."""
+    """Yield (word, summary) of a command's options, the choices of its arguments and the keys of
+    settings."""
     command_parser = importlib.import_module(f"lowroll.cli.{command}").parser()
     for action in command_parser._actions:
         summary = (action.help or "").split("; ")[0]
@@ -92,7 +91,8 @@ def words(command: str) -> Iterator[tuple[str, str]]:
 
 
 def _value_keys() -> list[str]:
-    """Return the dotted keys that take a value; of a list's sections those of the first, `env.0.id`."""
+    """Return the dotted keys that take a value, of a list those of its first section:
+    `env.0.id`."""
     from lowroll.config.build import known_keys
     from lowroll.config.resolve import RunConfig
 

@@ -1,5 +1,4 @@
-"""`lowroll diagnose RUN|MODEL`: how much of the mismatch comes from weights, kernels, KV and
-staleness."""
+"""`lowroll diagnose RUN|MODEL`: attribute the mismatch to weights, kernels, KV and staleness."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def settings(arguments: argparse.Namespace) -> tuple[RunConfig, Path | None]:
-    """Return the settings with the command's options applied, and the run folder of a run."""
+    """Return the settings with the command's options, and the run folder of a run."""
     from lowroll.config import ConfigError, from_mapping, load
 
     options: dict[str, object] = {

@@ -1,5 +1,5 @@
-"""`lowroll doctor`: print what this machine has, the kernel of every product, and why a faster one is
-not used. `lowroll doctor MODEL`: print what would run of a model."""
+"""`lowroll doctor`: print the machine's facts, the kernel of every product, and why a faster one is
+not used. With MODEL: print what would run of a model."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-# optional packages that extend lowroll
 OPTIONAL = {
     "bitsandbytes": "the optimizer adamw8bit on a GPU",
     "datasets": "environments whose prompts lie on the hub",
     "reasoning-gym": "the environments of reasoning-gym",
 }
-# CPU instructions for low-bit and bfloat16 products, as in /proc/cpuinfo
+# for low-bit and bfloat16 products, as in /proc/cpuinfo
 INSTRUCTIONS = (
     "avx2",
     "avx512f",
@@ -89,7 +88,7 @@ def _describe_model(model: str) -> str:
 
 
 def look() -> dict[str, Any]:
-    """Return the machine's facts as JSON data. What is missing is None, or the reason."""
+    """Return the machine's facts as JSON data. A missing one is None, or the reason."""
     from lowroll import __version__, machine
 
     return {
@@ -235,7 +234,6 @@ def _cuda_hints(found: dict[str, Any]) -> list[str]:
 
 
 def _remedy(found: dict[str, Any], streamed: dict[str, Any]) -> str:
-    """Return what helps where the 4-bit product is not used."""
     if "capability" in streamed["why_not"]:
         return "; weights: int8 is faster on this GPU"
     if found["nvcc"] is None:
@@ -346,8 +344,6 @@ def _nvcc_text(nvcc: dict[str, Any] | None) -> str:
 
 
 def _kernel_lines(kernels: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Return a line for each used kernel: the product, in its first line only, the kernel's name
-    and what it takes."""
     width = max(map(len, kernels))
     lines = []
     for product, answers in kernels.items():

@@ -1,6 +1,5 @@
 """`lowroll eval MODEL --suite math7`, or `lowroll eval run.yaml`: evaluate on held-out sets and
-environments, dense and low-precision, with the dense and the rollouts' cache; with `--server URL` a
-served model."""
+environments, dense and low-precision; with `--server URL` a served model."""
 
 from __future__ import annotations
 
@@ -148,8 +147,8 @@ def _split_names(words: str | None) -> list[str]:
 
 
 def settings(arguments: argparse.Namespace, preset: Preset | None = None) -> RunConfig:
-    """Return the run's settings with a preset's and the command's options applied. The positional
-    arguments may begin with a model; `arguments` then has it as --model."""
+    """Return the settings with a preset's and the command's options. The positional arguments may
+    begin with a model, which becomes `arguments.model`."""
     from lowroll.config import ConfigError, from_mapping
 
     files, overrides = split(arguments.settings)
@@ -164,7 +163,7 @@ def settings(arguments: argparse.Namespace, preset: Preset | None = None) -> Run
         "eval.rollouts_per_example": arguments.k,
         "eval.temperature": arguments.temperature,
         "rollout.max_tokens": arguments.max_tokens,
-        # a single length, if one was given
+        # a given length replaces those of stages
         "stages": None if arguments.max_tokens is None and preset is None else [],
         "eval.env": envs or None,
     }
@@ -188,7 +187,6 @@ def settings(arguments: argparse.Namespace, preset: Preset | None = None) -> Run
 def _before(
     arguments: argparse.Namespace, preset: Preset | None, envs: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Return the settings that the user's override: a preset's, and the sets' needs."""
     from lowroll.envs.sets.table import PREFIX
 
     defaults: dict[str, object] = dict(preset.settings) if preset is not None else {}
@@ -204,8 +202,6 @@ def _before(
 
 
 def _environments(arguments: argparse.Namespace, preset: Preset | None) -> list[dict[str, Any]]:
-    """Return the requested environments, as in `eval.env`; [] keeps the run's own. ValueError for a
-    file that belongs to none."""
     set_names = arguments.suite
     if not set_names and preset is not None and not arguments.env:
         set_names = preset.sets
@@ -223,12 +219,10 @@ def _environments(arguments: argparse.Namespace, preset: Preset | None) -> list[
 
 
 def _name_and_file(word: str, names: Sequence[str]) -> tuple[str, str]:
-    """Return the environment and the file of `--data [NAME=]FILE`; the name may be missing where
-    there is one environment."""
     name, equals, path = word.partition("=")
     if equals and name in names:
         return name, path
-    if len(names) == 1:  # a file's own name may have a "="
+    if len(names) == 1:  # a file's name may have a "="
         return names[0], word
     if name not in names:
         known_names = ", ".join(names) or "nothing; add --suite or --env"

@@ -1,5 +1,4 @@
-"""`lowroll export RUN OUT --as merged|adapter|rollout`: a run's checkpoint as a folder for
-others."""
+"""`lowroll export RUN OUT --as merged|adapter|rollout`: a run's checkpoint as a folder."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def _template_kwargs(text: str | None) -> dict[str, Any]:
 def converse(
     engine: Engine, chat: ChatTokenizer, arguments: argparse.Namespace, shown: str
 ) -> None:
-    """Answer the prompt, or each line of input. shown: the model in a few words."""
+    """Answer the prompt, or each line of input. shown: describes the model."""
     if arguments.prompt is not None:
         answer(engine, chat, arguments, arguments.prompt, shown)
         return
@@ -141,7 +141,7 @@ def answer(
     try:
         rollouts = engine.generate([request])[0].rollouts
     except ValueError as error:
-        # an engine names the field of its request, which is an option here
+        # the engine names a field, which is an option here
         field, colon, message = str(error).partition(":")
         if not (colon and field.startswith("requests[0].")):
             raise

@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def plan(cfg: RunConfig) -> list[str]:
-    """Describe what the run will do, in a few lines."""
+    """Describe the run in a few lines."""
     rollout, train = cfg.rollout, cfg.train
     updates = train.max_steps * train.minibatches
     step_cfgs = [cfg.at(step) for step in range(1, train.max_steps + 1)]

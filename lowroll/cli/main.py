@@ -1,9 +1,6 @@
 """`lowroll <command>...`: find the command's module, parse its arguments, run it.
 
-Exit codes: 0 done, 1 a run that could not go on (one `error:` line) or a failure of the program
-(its traceback), 2 a user's error (one `error:` line a problem), 75 a full disk that was not waited
-for, 130, 143 or 129 stopped by SIGINT, SIGTERM or SIGHUP. LOWROLL_DEBUG=1 also shows the tracebacks
-of exit code 2.
+The exit codes are in docs/usage.md. LOWROLL_DEBUG=1 also shows the tracebacks of a user's errors.
 """
 
 from __future__ import annotations
@@ -100,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output ended, as `head` does
+    except BrokenPipeError:  # as with `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, OSError) as error:
@@ -150,8 +147,6 @@ def explain(option: str, words: Sequence[str], parser: ArgumentParser) -> str:
 
 
 def _explain_as_setting(option: str, words: Sequence[str]) -> str | None:
-    """Return how an option that names a setting, such as `--max-steps 20`, is written among the
-    command's `words`; None for an option that names none."""
     from lowroll.config.build import known_keys, last_names
     from lowroll.config.foreign import explain as explain_key
     from lowroll.config.resolve import RunConfig
@@ -167,7 +162,7 @@ def _explain_as_setting(option: str, words: Sequence[str]) -> str | None:
     inner_keys = [known for known in known_keys(RunConfig) if known.startswith(f"{key}.")]
     if inner_keys:
         return f"{key} is a section; a setting of it is written {inner_keys[0]}=..."
-    if not equals:  # its value follows, unless that is a setting of its own
+    if not equals:  # its value follows, unless that is a setting itself
         following_words = words[words.index(option) + 1 :] if option in words else []
         value = next((word for word in following_words[:1] if "=" not in word), "true")
     return f"a setting is written {key}={value}"

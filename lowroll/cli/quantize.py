@@ -1,5 +1,5 @@
-"""`lowroll quantize MODEL OUT --format nvfp4`: a dense model as a low-bit folder that other tools
-read too."""
+"""`lowroll quantize MODEL OUT --format nvfp4`: a dense model as a low-bit folder for other tools
+too."""
 
 from __future__ import annotations
 
@@ -101,7 +101,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_arguments(arguments: argparse.Namespace, has_budget: bool, is_calibrated: bool) -> None:
-    """Raise ValueError for options that would do nothing, or contradict each other."""
     has_text = arguments.calibration is not None
     sizes = (arguments.calibration_samples, arguments.calibration_length)
     has_sizes = any(size is not None for size in sizes)
@@ -117,7 +116,6 @@ def _check_arguments(arguments: argparse.Namespace, has_budget: bool, is_calibra
 
 
 def _chosen(arguments: argparse.Namespace, device: torch.device) -> str:
-    """Return the format chosen by a budget. ValueError when the folder cannot be written."""
     from pathlib import Path
 
     from lowroll.model.folder import resolve
@@ -180,7 +178,6 @@ def _rescale(model: Transformer, format: str, sequences: list[list[int]]) -> Non
 
 
 def _round(model: Transformer, format: str, sequences: list[list[int]]) -> None:
-    """Round the model's matrices by GPTQ, and print the errors and the KL from the dense model."""
     from lowroll.metrics.progress import phases
     from lowroll.weights import gptq
     from lowroll.weights.budget import Calibration, Reference

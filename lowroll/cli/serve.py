@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from lowroll.weights.sync.client import WeightClient
 
 GRACE_S = 20.0  # batch systems kill 30 s or more after the signal
-LOOKAHEAD = 8  # decode steps on a GPU between two checks for requests and streams
-# prompts on a GPU run at once, in one pass with the decoding rows, as requests come one by one
-# (docs/log/engine.md)
+LOOKAHEAD = 8  # decode steps on a GPU between checks for requests
+# Requests come one by one, so their prompts run at once with decoding rows on a GPU
+# (docs/log/engine.md).
 PROMPTS: dict[str, Any] = {"gather": 0, "max_prefill_tokens": 4096, "one_pass": True}
 SWITCH_S = 0.001  # the engine thread's wait for the GIL, instead of 5 ms
 SHORTEST_TOKEN = 16  # characters
-# options that are settings of a run or its roles
+# options that a run's settings decide
 SETTINGS = {
     "host": "serve.host",
     "port": "serve.port",
@@ -230,12 +230,11 @@ class EngineRole:
         self.heartbeat = stack.enter_context(heartbeat)
 
         self.make_engine = partial(engine.build, self.cfg)
-        if self.cfg.rollout.engine == "vllm":  # it does not return
+        if self.cfg.rollout.engine == "vllm":  # does not return
             engine.serve_vllm(self.cfg, self.paths, self.name, self.heartbeat)
 
 
 def _refuse_model_options(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for an option that a run's file decides."""
     for name in (*SETTINGS, *OF_MODEL):
         value = getattr(arguments, name)
         if value == parser().get_default(name):
@@ -250,7 +249,7 @@ def _refuse_model_options(arguments: argparse.Namespace) -> None:
 
 
 def credentials(arguments: argparse.Namespace) -> Credentials:
-    """Return the tokens. ValueError when one is missing or short, or a public address has none."""
+    """Return the tokens. ValueError for a missing or short one, or a public address without any."""
     from lowroll.server.limits import Credentials
 
     tokens = Credentials(
@@ -271,8 +270,7 @@ def credentials(arguments: argparse.Namespace) -> Credentials:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address; only `localhost` is trusted as a
-    name."""
+    """Return whether only this machine reaches an address; of names only `localhost` is trusted."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -404,7 +402,7 @@ def words(engine: NativeEngine, device: torch.device) -> str:
 
 
 def adapted(folder: Path, device: torch.device, arguments: argparse.Namespace) -> Transformer:
-    """Return the model in the requested format, by default its own, with a fresh adapter."""
+    """Return the model with a fresh adapter."""
     from lowroll.model import hf, lora
     from lowroll.model.device import dtype_on
     from lowroll.model.headers import exact_format
@@ -420,7 +418,7 @@ def adapted(folder: Path, device: torch.device, arguments: argparse.Namespace) -
         model = quantize_base(scaled(folder, device, arguments), format)
     else:
         model = hf.load(folder, device, get_format(format).dtype, format)
-    if model.spec.mixture.num_experts:  # experts take none: attention's alone
+    if model.spec.mixture.num_experts:  # experts take no adapter
         return lora.attach(model, rank, alpha, lora.attention_targets(model.spec))
     return lora.attach(model, rank, alpha)
 
@@ -434,7 +432,6 @@ def scaled(folder: Path, device: torch.device, arguments: argparse.Namespace) ->
 
 
 def _token(option: str, variable: str | None) -> str | None:
-    """Read a token from an environment variable. ValueError when it is missing or weak."""
     if variable is None:
         return None
     token = os.environ.get(variable, "")

@@ -1,4 +1,4 @@
-"""The shared arguments for a run's settings: a YAML file, dotted overrides, reference files."""
+"""The shared arguments for a run's settings."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def add_role_settings(parser: argparse.ArgumentParser, theirs: str) -> None:
     )
 
 
-WAIT_S = 3600.0  # the wait for the orchestrator's part, for a trainer with its own file
+WAIT_S = 3600.0  # a trainer with its own file waits for the orchestrator's part
 _POLL_S = 0.5
 
 
 def read_role(
     role: Literal["serve", "orchestrate", "train"], arguments: argparse.Namespace
 ) -> RunConfig:
-    """Return the settings of a role. A trainer that has train.yaml alone waits for the
-    orchestrator's part. ConfigError for wrong settings, or after WAIT_S."""
+    """Return a role's settings. A trainer with only train.yaml waits for the orchestrator's.
+    ConfigError for wrong settings, or after WAIT_S."""
     from lowroll.config.surogate.roles import NotThereYet, load_role
 
     files, overrides = split(arguments.settings)
@@ -99,8 +99,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_beside_server(arguments: argparse.Namespace, *names: str) -> None:
-    """Raise ValueError for a local model's options beside --server, and for a server's without
-    it."""
+    """Raise ValueError for options of a local model beside --server, or of a server without it."""
     if arguments.server is None:
         for name in ("tokenizer", "token_env"):
             if getattr(arguments, name) is not None:
@@ -117,10 +116,7 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def read_settings(arguments: argparse.Namespace, tell: bool = True) -> RunConfig:
-    """Load the settings that the arguments name. Raises ConfigError.
-
-    tell: print the automatic choices for training.
-    """
+    """Load the settings of the arguments, or raise ConfigError. tell: print automatic choices."""
     from lowroll.config import ConfigError, load
 
     files, overrides = split(arguments.settings)
@@ -176,7 +172,7 @@ def _changed_settings(cfg: RunConfig) -> str:
 
     identity = {"model": cfg.model, "output_dir": cfg.output_dir}
     changed = cfg.resolved().model_dump(mode="json", exclude_defaults=True)
-    return dump_short(identity | changed, 60)  # it breaks after a long word
+    return dump_short(identity | changed, 60)  # breaks after a long word
 
 
 def _as_comment(line: str) -> str:
@@ -187,8 +183,8 @@ def _as_comment(line: str) -> str:
 
 
 def show(cfg: RunConfig, plan: Sequence[str], found: Findings, verbose: bool = False) -> int:
-    """Print a dry run: verdict and plan as comments over the non-default settings (all with
-    `verbose`), as a loadable file. ValueError, a line each, when the run would fail."""
+    """Print a dry run as a loadable file: verdict and plan as comments over the settings.
+    ValueError has a line for each problem."""
     verdict = "the run would start: nothing that would end it was found"
     if num_problems := len(found.problems):
         problems = f"{num_problems} problem{'s' * (num_problems > 1)}"

@@ -1,5 +1,4 @@
-"""What lowroll supports of a model, by its config.json: sizes in several formats, and the features
-that refuse it."""
+"""The formats, sizes and features that lowroll supports of a model, by its config.json."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from lowroll.quant import mixed
 from lowroll.quant.formats import get_format
 from lowroll.weights import blockwise, noise
 
-SHOWN = ("bf16", "int8", "int4")  # formats whose sizes are told
+SHOWN = ("bf16", "int8", "int4")  # formats whose sizes are shown
 
 
 def refusals(spec: ModelSpec) -> dict[str, str]:
@@ -34,14 +33,14 @@ def refusals(spec: ModelSpec) -> dict[str, str]:
 
 
 def weight_bytes(spec: ModelSpec, format: str) -> float:
-    """Return the bytes of a model with linear layers in a format and bfloat16 for the rest."""
+    """Return a model's bytes with linear layers in a format and bfloat16 for the rest."""
     linear = sum(prod(shape) for _, parts, shape in hf_names(spec) if is_linear(parts[0]))
     return (linear * get_format(format).bits + (spec.num_parameters - linear) * 16) / 8
 
 
 def describe(model: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Return one line about a folder or hub id: family, parameters, bytes in some formats, and what
-    is not supported on this device. ValueError as by `read_spec` and `resolve`."""
+    """Describe a folder or hub id in a line: family, parameters, bytes, and unsupported features.
+    ValueError as in `read_spec` and `resolve`."""
     folder = resolve(model, weights=False, key="MODEL")
     spec = read_spec(folder)
     reasons = refusals(spec)

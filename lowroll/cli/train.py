@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def learn(cfg: RunConfig, own: RankEnvironment, arguments: argparse.Namespace) -> int:
-    """Train as one of several ranks; returns the exit code."""
+    """Train as one of several ranks; return the exit code."""
     from lowroll.runs.roles import devices
 
     if cfg.device != "cpu" and (gpus := devices.visible()):

@@ -1,6 +1,4 @@
-"""The run's settings: a strict schema, loading with file and line in every error, and Surogate's
-three files.
-"""
+"""The run's settings: a strict schema, loading, and Surogate's three files."""
 
 from lowroll.config.data import EnvConfig
 from lowroll.config.document import ConfigError

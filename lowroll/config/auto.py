@@ -1,32 +1,26 @@
-"""`correction: auto`: the choice of a correction by how the rollouts are made and by the learner's
-forward, and refused combinations.
+"""`correction: auto`: the choice of a correction by the rollouts and the learner's forward, and
+refused combinations.
 
-The first row of `AUTO` that applies is taken; where a paper trained with such rollouts, its remedy
-is the row's. `COLLAPSES` are combinations that a paper saw fail, refused without `force: true`.
+The first row of `AUTO` that applies is taken. `COLLAPSES` are combinations that a paper saw fail;
+they need `force: true`.
 
-    QuRL       low-bit rollouts, a dense learner          acr; Fig. 2, Fig. 3, Tables 1 and 2 show the others fail
-    QaRL       a learner in the rollouts' arithmetic      tbpo; Fig. 8 shows gspo drift
-    Sparse-RL  a cache that evicts                        sparse: rejection, reweighting; Fig. 1, Table 1 show none fail
-    Sparse-RL  a sampler that cannot reach every token    rejection and reweighting (sec. 3)
-    QeRL       LoRA on the rollouts' own low-bit base     trains without a correction; tis costs nothing and is safe
+Each row names its paper. QaRL (Fig. 8) saw gspo drift with a learner in the rollouts' arithmetic.
+QeRL trains LoRA on the rollouts' own low-bit base without a correction; tis is safe there.
 
 A penalty and `min_tokens`, which bans stop ids until then, truncate a sampler like top_p. A second
-format (`rollout.large_batch_weights`) is low-bit rollouts that no learner shares. A learner that
-rounds beside dense rollouts (`train.forward: fp8`) is as far from them as a dense one from rollouts
-in its format.
+format (`rollout.large_batch_weights`) counts as low-bit rollouts that no learner shares. A learner
+that rounds beside dense rollouts (`train.forward: fp8`) is as far from them as in the reverse case.
 
-Another engine's kernels round otherwise: in bfloat16 by a few hundredths of a nat, and more for
-single tokens, which Yao et al. (2025, "Your Efficient RL Framework Secretly Brings You Off-Policy
-RL Training") saw ruin runs on vLLM's rollouts, and corrected with truncated weights. A cache that
-only rounds its keys makes a smaller gap of the same kind.
+Another engine's kernels differ in bfloat16 by a few hundredths of a nat, and more for single
+tokens, which truncated weights correct (Yao et al., 2025, docs/algorithms.md). A cache that rounds
+its keys makes a smaller gap.
 
-Formats that round activations differ from a pretrained learner even where both share the codes
-(LoRA) or the learner is aligned. A capped weight suits int8's gap; nvfp4's, int4's and w4a8's are
-too wide for any correction, so the choice stays and the guard says what helps (`guard.kl_above`):
-docs/algorithms.md has the numbers.
+Formats that round activations differ from a pretrained learner even with shared codes (LoRA) or an
+aligned learner. A capped weight suits int8's gap; those of nvfp4, int4 and w4a8 are too wide for
+any correction (docs/algorithms.md).
 
-GSPO's ratio is a sequence's, so acr, reweight and sparse have no form under it; tbpo is its
-corrected form.
+GSPO's ratio is a sequence's, so acr, reweight and sparse have no form under it; its corrected form
+is tbpo.
 """
 
 from __future__ import annotations
@@ -41,30 +35,27 @@ from lowroll.quant.table import is_dense
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The properties of rollouts and learner that `auto` looks at."""
+    """The properties of rollouts and learner that decide the correction."""
 
     weights: str  # two formats are "nvfp4+fp8"
-    truncated: tuple[
-        str, ...
-    ] = ()  # settings that keep tokens from being drawn, such as "top_p 0.9"
-    noisy: bool = False  # by noise that the learner does not share
-    aligned: bool = False  # the learner multiplies in the rollouts' arithmetic
-    rounds: bool = False  # the learner multiplies in a format that the rollouts are not in
-    lora: bool = False  # learner and rollouts share the base and its codes
+    truncated: tuple[str, ...] = ()  # settings that truncate the sampler, such as "top_p 0.9"
+    noisy: bool = False  # with noise that the learner does not share
+    aligned: bool = False
+    rounds: bool = False  # the learner multiplies in another format than the rollouts
+    lora: bool = False  # learner and rollouts share the base's codes
     kv_policy: str = "dense"
-    kv_dtype: str | None = None  # of the cache; None is the engine's own
-    replayed: bool = False  # the learner attends to what the rollouts' cache held
+    kv_dtype: str | None = None  # None: the engine's own
+    replayed: bool = False  # the learner attends only to keys in the rollouts' cache
     engine: str = "native"
-    exact: bool = False  # the learner computes their log-probs with the same bits
+    exact: bool = False  # the learner computes their log-probs bit for bit
 
     @property
     def low_bit(self) -> bool:
-        """Return whether low-bit weights separate the rollouts from the learner's computation."""
         return not self.exact and not is_dense(self.weights)
 
     @property
     def forgets(self) -> bool:
-        """Return whether the learner attends to keys that the rollouts have evicted."""
+        """Return whether the learner attends to evicted keys."""
         return self.kv_policy != "dense" and not self.replayed
 
     @property
@@ -73,12 +64,10 @@ class Rollouts:
 
     @property
     def foreign(self) -> bool:
-        """Return whether another implementation than the learner's draws the rollouts."""
         return self.engine != "native"
 
     @property
     def words(self) -> str:
-        """Describe the rollouts: "use int8 weights, are cut by top_p 0.9 and carry noise"."""
         parts = [f"use {self.weights} weights"]
         parts += [f"come from {self.engine}"] if self.foreign else []
         parts += [f"are cut by {', '.join(self.truncated)}"] if self.truncated else []
@@ -227,12 +216,12 @@ AUTO: tuple[CorrectionRow, ...] = (
 
 
 def choose_row(rollouts: Rollouts) -> CorrectionRow:
-    """Return the row that `auto` stands for."""
+    """Return the first row that applies."""
     return next(row for row in AUTO if row.applies(rollouts))
 
 
 def choose_correction(algorithm: str, rollouts: Rollouts) -> tuple[str, str]:
-    """Return the correction that `auto` stands for, and the reason."""
+    """Return the chosen correction and the reason."""
     row = choose_row(rollouts)
     if algorithm == "gspo" and row.gspo != row.correction:
         return row.gspo, (
@@ -246,8 +235,8 @@ def choose_correction(algorithm: str, rollouts: Rollouts) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Collapse:
-    """A correction that fails, and with what: `rollout.kv`, or `rollout.weights` of a learner that
-    is neither aligned nor on their base (LoRA)."""
+    """A correction that fails with a `rollout.kv`, or with a `rollout.weights` if the learner is
+    neither aligned nor on their base (LoRA)."""
 
     correction: str
     price: str
@@ -288,7 +277,7 @@ def known_collapse(correction: str, rollouts: Rollouts) -> Collapse | None:
     )
 
 
-# the sampler's settings that truncate it, with the values at which they do not
+# settings that truncate the sampler, with their neutral values
 _NOT_TRUNCATED = {
     "top_p": 1.0,
     "top_k": 0,
@@ -299,7 +288,7 @@ _NOT_TRUNCATED = {
 
 
 def rollouts_of(cfg: RunSettings) -> Rollouts:
-    """Return the properties of a run's rollouts and learner, from its settings."""
+    """Return a run's rollouts, from its settings."""
     rollout = cfg.rollout
     truncated = [
         f"{name} {getattr(rollout, name)}"
@@ -308,7 +297,7 @@ def rollouts_of(cfg: RunSettings) -> Rollouts:
     ]
     has_second = rollout.large_batch_weights != rollout.weights
     second_format = rollout.large_batch_weights if has_second else None
-    # a dense second format is LoRA's own base, so it separates nothing from the learner
+    # A dense second format is LoRA's own base, which the learner shares.
     second_is_low_bit = second_format is not None and not is_dense(second_format)
     weights = f"{rollout.weights}+{second_format}" if second_is_low_bit else rollout.weights
     return Rollouts(
@@ -334,7 +323,7 @@ def correction_of(cfg: RunSettings) -> tuple[str, str]:
 
 
 def thresholds_of(cfg: RunSettings) -> dict[str, float]:
-    """Return the options of the correction's own section that `auto` sets and the file does not."""
+    """Return the options that `auto` sets in the correction's section and the file does not."""
     row = choose_row(rollouts_of(cfg))
     if cfg.correction != "auto" or not row.sets or correction_of(cfg)[0] != row.correction:
         return {}

@@ -1,8 +1,7 @@
-"""One document and its overrides -> RunConfig. Every error names the file, the line, the key and
-the nearest known key.
+"""The checked RunConfig of a document and its overrides. Errors name the file, the line, the key
+and the nearest known key.
 
     run.yaml:8: train.max_stepz: unknown key (did you mean max_steps?)
-    override train.max_stepz: unknown key (did you mean max_steps?)
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ Overrides = Mapping[str, object] | Iterable[str]
 
 
 def read(path: str | FilePath) -> Document:
-    """Parse one YAML file. ConfigError when it cannot be read."""
+    """Parse a YAML file. ConfigError when it cannot be read."""
     try:
         text = FilePath(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -64,8 +63,7 @@ def build(document: Document, overrides: Overrides = ()) -> RunConfig:
 
 
 def validate(model: type[M], document: Document) -> M:
-    """Check a document against a section's model; one ConfigError with all problems in the order of
-    the file."""
+    """Check a document. One ConfigError has all problems in the file's order."""
     try:
         return model.model_validate(document.value)
     except ValidationError as error:
@@ -76,7 +74,7 @@ def validate(model: type[M], document: Document) -> M:
 
 
 def override_pairs(overrides: Overrides) -> list[tuple[str, Any]]:
-    """Return the overrides as (key, value), with the values of texts parsed as YAML."""
+    """Return the overrides as (key, value), with texts parsed as YAML."""
     if isinstance(overrides, Mapping):
         return [(key, plain(value, f"override {key}")) for key, value in overrides.items()]
     pairs = []
@@ -91,9 +89,8 @@ def override_pairs(overrides: Overrides) -> list[tuple[str, Any]]:
 
 
 def _apply_override(document: Document, key: str, value: Any, mark: Mark) -> None:
-    """Write an override into the document, creating the sections that its key names. An item or a
-    key of a value in a short form first gives that value its long form. ConfigError for a key that
-    is not dotted names."""
+    """Write an override into the document, creating its sections. A short form becomes a long one
+    when the key names a part of it. ConfigError for a key that is not dotted names."""
     parts = key.replace("[", ".").replace("]", "").split(".")  # env[0].id is env.0.id
     if not all(parts):
         raise ConfigError(mark.blame("not a dotted key"))
@@ -106,20 +103,17 @@ def _apply_override(document: Document, key: str, value: Any, mark: Mark) -> Non
         if top == "data" and isinstance(tree.get("data"), str):
             tree["data"] = {"path": tree["data"]}
         if isinstance(path[1], int) and isinstance(tree.get(top), dict):
-            document.wrap(top)  # the one section becomes a list, of which the key has an index
+            document.wrap(top)  # the key indexes a list, so the section becomes one
     document.put(path, value, mark)
 
 
 def _sort_key(line: str) -> tuple[str, int, str]:
-    """Return the sort key of a problem line: its file and the line number there."""
     file_name, _, after_name = line.partition(":")
     line_number = after_name.partition(":")[0]
     return file_name, int(line_number) if line_number.isdecimal() else 0, line
 
 
 def _problem_lines(model: type[BaseModel], document: Document, details: ErrorDetails) -> list[str]:
-    """Return the lines for one of pydantic's errors: several for a check of several settings, and
-    for an unknown section with keys of another tool."""
     loc: Path = tuple(details["loc"])
     if details["type"] == "combination":
         return [_format_problem(document, *problem) for problem in details["ctx"]["problems"]]
@@ -133,29 +127,27 @@ def _problem_lines(model: type[BaseModel], document: Document, details: ErrorDet
 
 
 def _document_path(loc: Path, value: Any) -> Path:
-    """Return the path of pydantic's location `loc` in the document's `value`.
+    """Return the document's path of pydantic's location.
 
-    Pydantic adds parts that the document does not have: the index of a mapping that stands for a
-    list, and the name of a union's branch at the end.
+    Pydantic adds the index of a mapping that stands for a list, and a union's branch at the end.
     """
     path: list[str | int] = []
     node = value
     for part in loc:
         if isinstance(node, dict):
             if part not in node and isinstance(part, int):
-                continue  # the mapping itself stands for the list's only item
-            node = node.get(part)  # None for a missing key, which is named all the same
+                continue  # the mapping stands for the list's only item
+            node = node.get(part)
         elif isinstance(node, list) and isinstance(part, int) and part < len(node):
             node = node[part]
         else:
-            break  # a value without parts: what follows is the branch of a union
+            break  # the rest is a union's branch
         path.append(part)
     return tuple(path)
 
 
 def _format_problem(document: Document, paths: tuple[Path, ...], message: str) -> str:
-    """Return `file:line: key: message` for the first written key, otherwise for the nearest
-    section."""
+    """Return `file:line: key: message` for the first written key, else for the nearest section."""
     written_marks = [document.marks[path] for path in paths if path in document.marks]
     if written_marks:
         return written_marks[0].blame(message)
@@ -238,9 +230,9 @@ def _is_number(text: str) -> bool:
 def _unknown_key_hints(
     model: type[BaseModel], path: Path, value: Any
 ) -> Iterator[tuple[Path, str]]:
-    """Yield an unknown key with a hint, or each of another tool's keys in an unknown section. The
-    hint is the first that there is: a dotted key's form in a file, another tool's name for a
-    setting, unless a key of the section is very near, or `_suggest_key`."""
+    """Yield an unknown key, or each of another tool's keys, with the first hint of: a dotted key's
+    form in a file, another tool's setting unless a key of the section is very near,
+    `_suggest_key`."""
     last_name = str(path[-1])
     if "." in last_name and ".".join(map(str, path)) in known_keys(model):
         nested_form = ": {".join(last_name.split(".")) + ": ..." + "}" * last_name.count(".")
@@ -256,8 +248,6 @@ def _unknown_key_hints(
 
 
 def _keys_of_section(model: type[BaseModel], path: Path) -> list[str]:
-    """Return the keys of the section at `path`, or none if it is a table. Indices of lists, and
-    names that no section has, are skipped."""
     section: type[BaseModel] | None = model
     for part in path:
         if isinstance(part, str) and section is not None and part in section.model_fields:
@@ -266,8 +256,8 @@ def _keys_of_section(model: type[BaseModel], path: Path) -> list[str]:
 
 
 def _suggest_key(model: type[BaseModel], word: str, here: list[str]) -> str:
-    """Return a hint at the key that was probably meant, or "". The key of that name in another
-    section comes before a near one in the word's own section, whose keys are `here`."""
+    """Return a hint at the probable key. An equal name elsewhere comes before a near one of
+    `here`."""
     key_by_last_name = last_names(model)
     if word in key_by_last_name:
         return f" (did you mean {key_by_last_name[word]}?)"
@@ -280,8 +270,8 @@ def _suggest_key(model: type[BaseModel], word: str, here: list[str]) -> str:
 
 
 def last_names(model: type[BaseModel]) -> dict[str, str]:
-    """Return the last name of every key -> the key; among equals, rarely meant keys come last and
-    keys of the top first."""
+    """Return {last name: key}. Of equal names, top keys win, then those of `train` and
+    `rollout`."""
     keys = sorted(
         reversed(known_keys(model)),
         key=lambda key: ("." not in key, key.startswith(("train.", "rollout."))),
@@ -290,7 +280,7 @@ def last_names(model: type[BaseModel]) -> dict[str, str]:
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Return the dotted keys of a section and of those inside it."""
+    """Return the dotted keys of a section and its subsections."""
     keys: list[str] = []
     for name, field_info in model.model_fields.items():
         keys.append(prefix + name)

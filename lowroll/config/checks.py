@@ -1,9 +1,5 @@
 """The settings of a run that cannot work together (`problems`), and those that rarely work as meant
-(`warnings`).
-
-The checks of one section are in the file of that section; those of engines and roles have files of
-their own.
-"""
+(`warnings`)."""
 
 from __future__ import annotations
 
@@ -282,8 +278,6 @@ def warnings(cfg: RunSettings) -> Iterator[str]:
 
 
 def _mismatch_warnings(cfg: RunSettings) -> Iterator[str]:
-    """Yield differences of rollouts and learner that the correction does not correct, and
-    corrections of a difference that is not there."""
     rollouts, correction, weights = rollouts_of(cfg), cfg.correction, cfg.rollout.weights
     ignores_mismatch = correction in ("none", "is")
     if rollouts.truncated and correction == "none":

@@ -1,5 +1,5 @@
-"""The sections of prompts and of their rewards: `env:`, `data:`, `eval:`, `score:`, `filters:`, `buffer:` and
-`advantage_function:`.
+"""The sections of prompts and rewards: `env:`, `data:`, `eval:`, `score:`, `filters:`, `buffer:`
+and `advantage_function:`.
 
 `data:`, `reward_funcs:`, `reward_weights:` are the short form of an environment whose id is `data`.
 """
@@ -32,13 +32,11 @@ from lowroll.config.section import (
 )
 from lowroll.types import TEMPERATURES
 
-ENDLESS = 64  # examples of an endless split, where all are requested
+ENDLESS = 64  # examples of an endless split when all are requested
 
 
 class EnvConfig(Section):
-    """One environment. `name` labels its metrics (default: its id, without the folders of an
-    absolute path); `weight` is its share of the prompts. `pass_env` names environment variables
-    that the scoring workers see."""
+    """One environment. Its default name omits the folders of an absolute path."""
 
     id: Text  # one of lowroll's, path/to/file.py, or reasoning-gym/<generator>
     name: Text | None = None  # label of its metrics; null: its id
@@ -49,7 +47,6 @@ class EnvConfig(Section):
 
 
 def _as_environment_list(value: Any) -> Any:
-    """Wrap a single section in a list; suggest the section for a bare id."""
     if isinstance(value, str):
         ids = [value]
     elif isinstance(value, list):
@@ -81,15 +78,15 @@ def _greedy_or_drawn(value: float) -> float:
 
 
 class EvalConfig(Section):
-    """Evaluation on the test split every `interval` steps, before the first and after the last one
-    (null: only on request). `env` null: the training ones.
+    """Evaluation on the test split before the first step, every `interval` steps and after the
+    last. `env` null: the training ones.
 
-    It has its own sampler: of `rollout` it only uses max_tokens and the stop strings. Before the
-    first and after the last step the same prompts are also drawn as rollouts.
+    Of `rollout` it uses only max_tokens and the stop strings. Before the first and after the last
+    step the same prompts are also drawn as rollouts.
     """
 
-    interval: Count | None = None  # steps between two; null: only on request
-    num_examples: Count | None = 64  # null: all of a finite split, and 64 of an endless one
+    interval: Count | None = None  # steps between evaluations; null: only on request
+    num_examples: Count | None = 64  # null: all of a finite split, 64 of an endless one
     rollouts_per_example: GroupSize = 1  # responses to each
     temperature: Annotated[float, AfterValidator(_greedy_or_drawn)] = 0.0  # 0 is greedy
     top_p: Probability = 1.0  # as rollout.top_p
@@ -98,7 +95,7 @@ class EvalConfig(Section):
     repetition_penalty: Penalty = 1.0  # as rollout.repetition_penalty
     env: Environments | None = None
     eval_base_model: bool = True  # evaluate also before the first step
-    skip_eval_on_resume: bool = True  # a resumed run evaluates only when it is due
+    skip_eval_on_resume: bool = True  # a resumed run evaluates only when due
     # abort requests in flight for an evaluation, and repeat them after it
     cancel_inflight_rollouts_on_eval: bool = False
 
@@ -108,7 +105,7 @@ class EvalConfig(Section):
         return "all" if self.num_examples is None else f"at most {self.num_examples:,}"
 
     def count(self, size: int | None) -> int:
-        """Return the number of examples of a split of `size` tasks; None: an endless one."""
+        """Return the number of examples of a split of `size` tasks; None is endless."""
         if self.num_examples is None:
             return ENDLESS if size is None else size
         return self.num_examples if size is None else min(self.num_examples, size)
@@ -120,8 +117,8 @@ def named(env: EnvConfig) -> EnvConfig:
 
 
 def default_name(env: EnvConfig) -> str:
-    """Return the environment's name, else its id. Of an absolute path only the last part, since
-    metrics are named by it."""
+    """Return the environment's name, else its id; of an absolute path only the last part, because
+    metrics use it."""
     if env.name:
         return env.name
     path = PurePath(env.id)
@@ -129,7 +126,7 @@ def default_name(env: EnvConfig) -> str:
 
 
 def env_problems(env: tuple[EnvConfig, ...], held_out: EvalConfig) -> Iterator[Problem]:
-    """Yield two environments of one name."""
+    """Yield environments with the same name."""
     env_sections: tuple[tuple[Path, tuple[EnvConfig, ...]], ...] = (
         (("env",), env),
         (("eval", "env"), held_out.env or ()),
@@ -152,18 +149,18 @@ class DataConfig(Section):
 
     path: Text  # a file, folder or hub id
     split: Text = "train"  # split for training; a file is one split
-    subset: Text | None = None  # the configuration of a hub's data set, such as main
+    subset: Text | None = None  # configuration of a hub's data set, such as main
     revision: Text | None = None  # its branch, tag or commit
-    streaming: bool = False  # read rows of the hub as they come, without a copy
+    streaming: bool = False  # read rows of the hub without a copy
     rows: Count | None = None  # how many of the first rows; null: all
-    test_path: Text | None = None  # data for evaluation; null: the test split of `path`
+    test_path: Text | None = None  # for evaluation; null: the test split of `path`
     test_split: Text | None = None  # null: test, or else validation
-    # share of the rows for evaluation, without a test split; 0: none
+    # share of rows for evaluation, without a test split; 0: none
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    prompt: Text | None = None  # the column of the prompt; null: found by its name
+    prompt: Text | None = None  # column of the prompt; null: found by its name
     answer: Text | None = None  # of the gold answer, as in reward_model.ground_truth
     completion: Text | None = None  # of the demonstration, for lowroll sft
-    system: Text | None = None  # a system message before prompts that have none
+    system: Text | None = None  # system message before prompts without one
     template: Text = "{text}"  # around the prompt
 
 
@@ -187,8 +184,7 @@ RewardWeights = Annotated[
 
 
 class ScoreConfig(Section):
-    """The scoring workers. `time_limit` in seconds a response; more than `max_error_rate` failures
-    stop the run, once there are 50 scores."""
+    """The scoring workers."""
 
     workers: Count = 2  # scoring processes
     time_limit: Positive = 10.0  # seconds a response
@@ -198,12 +194,12 @@ class ScoreConfig(Section):
 
 
 class FilterConfig(Section):
-    """Flags degenerate rollouts in the metrics; `enforce` also removes them from the loss (their
-    reward stays)."""
+    """A flag on degenerate rollouts in the metrics; `enforce` also removes them from the loss,
+    while their reward stays."""
 
     type: Literal["gibberish", "repetition"]  # what is flagged: rare tokens, or a loop
     enforce: bool = False  # remove flagged rollouts from the loss
-    # gibberish: ids above it are rare tokens
+    # gibberish: higher ids are rare tokens
     token_id_threshold: Whole = 100_000
     logprob_offset: NotNegative = 2.0  # gibberish: nats below the uniform log-prob
     window: Count = 3000  # repetition: consecutive near-certain tokens
@@ -215,19 +211,19 @@ Reward = Annotated[float, Field(allow_inf_nan=False)]
 
 class BufferConfig(Section):
     """Pools by difficulty. A prompt whose group has a mean reward of `easy_threshold` or more goes
-    to the easy pool, one of `hard_threshold` or less to the hard pool, and neither is drawn again;
-    the fractions return when a run is resumed."""
+    to the easy pool, one of `hard_threshold` or less to the hard pool, and neither is drawn again
+    until a resumed run returns the fractions."""
 
     seed: Seed | None = None  # for what returns to the normal pool; null: the run's
-    # groups whose rewards are all 0 or all 1 are drawn again
+    # draw again groups whose rewards are all 0 or all 1
     online_difficulty_filtering: bool = False
     easy_threshold: Reward | None = None  # null: no easy pool
     hard_threshold: Reward | None = None  # null: no hard pool
-    easy_fraction: Share = 0.0  # of the easy pool, returned at a resumption
+    easy_fraction: Share = 0.0  # share of the easy pool that a resumption returns
     hard_fraction: Share = 0.0  # of the hard pool
     # identity of a prompt ("task", "prompt"); []: no check for duplicates
     hash_keys: Annotated[tuple[Text, ...], Strict(False)] = ()
-    skip_verification: bool = False  # do not score: every reward is 0
+    skip_verification: bool = False  # no scoring: every reward is 0
 
 
 def _code(text: str) -> str:
@@ -242,8 +238,8 @@ def _code(text: str) -> str:
 
 
 class AdvantageFunction(Section):
-    """Advantages by a function of a file: f(rewards, lengths, **kwargs) of one group returns as
-    many numbers."""
+    """Advantages by a function of a file: f(rewards, lengths, **kwargs) of a group returns as many
+    numbers."""
 
     import_path: Annotated[Text, AfterValidator(_code)]  # path/to/file.py:function
     kwargs: dict[str, JsonValue] = {}  # its further arguments

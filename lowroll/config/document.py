@@ -1,9 +1,8 @@
-"""YAML text -> plain values, with the line of every key.
+"""YAML text as plain values, with the line of every key.
 
-Only the safe part of YAML: anchors, aliases, tags, merge keys, several documents and duplicated
-keys are refused, which prevents alias bombs and object construction. Plain scalars follow the core
-schema of YAML 1.2 (1e-5 is a number); what YAML 1.1 reads otherwise (no, 010, 1:30, 1_000) is
-refused.
+Anchors, aliases, tags, merge keys, several documents and duplicated keys are refused, which
+prevents alias bombs and object construction. Plain scalars follow YAML 1.2 (1e-5 is a number);
+those that YAML 1.1 reads otherwise (no, 010, 1:30, 1_000) are refused.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ _YAML_1_1_NUMBER = re.compile(
 
 
 class ConfigError(ValueError):
-    """An invalid configuration; one line a problem: `file:line: key: message`."""
+    """An invalid configuration; a line for each problem: `file:line: key: message`."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """The place of a value, "run.yaml:8" (or "override"), and its name there."""
+    """The place of a value ("run.yaml:8" or "override") and its name there."""
 
     where: str
     key: str
@@ -50,39 +49,39 @@ class Mark:
 
 @dataclass
 class Document:
-    """Plain values (dict, list, str, int, float, bool, None) and the marks of all written paths."""
+    """Plain values and the marks of all written paths."""
 
     value: dict[str, Any]
     marks: dict[Path, Mark] = field(default_factory=dict)
     name: str = "config"
 
     def mark(self, path: Path) -> Mark | None:
-        """Return the mark of a path, of the first key beneath it, or of the nearest section above
-        it."""
+        """Return the mark of a path, else of the first key beneath it, else of the nearest section
+        above."""
         inner_paths = (written for written in self.marks if written[: len(path)] == path)
         outer_paths = (path[:end] for end in range(len(path) - 1, 0, -1))
         candidates = (path, *inner_paths, *outer_paths)
         return next((self.marks[one] for one in candidates if one in self.marks), None)
 
     def marks_at(self, path: Path) -> dict[Path, Mark]:
-        """Return the marks of a path and of all beneath it, by the rest of their paths."""
+        """Return the marks of a path and beneath it, by relative path."""
         length = len(path)
         return {one[length:]: mark for one, mark in self.marks.items() if one[:length] == path}
 
     def wrap(self, key: str) -> None:
-        """Replace the section at a top key by a list of it alone, whose marks then have index 0."""
+        """Replace the section at a top key by a list of it alone."""
         marks = self.marks_at((key,))
         self.put((key,), [self.value[key]], marks.pop((), Mark(self.name, key)))
         self.marks |= {(key, 0, *rest): mark for rest, mark in marks.items()}
 
     def move(self, old: Path, new: Path, mark: Mark) -> None:
-        """Move a value, with its marks, between sections. mark: where it was written."""
+        """Move a value and its marks. mark: where it was written."""
         marks = self.marks_at(old)
         self.put(new, self.drop(old), mark)
         self.marks |= {(*new, *rest): kept_mark for rest, kept_mark in marks.items()}
 
     def drop(self, path: Path) -> Any:
-        """Remove and return a value of sections, with its marks."""
+        """Remove and return a value and its marks."""
         node: Any = self.value
         for part in path[:-1]:
             node = node[part]
@@ -90,7 +89,7 @@ class Document:
         return node.pop(path[-1])
 
     def put(self, path: Path, value: Any, mark: Mark) -> None:
-        """Write a value with its sections, replacing what was there."""
+        """Write a value, creating its sections."""
         node: Any = self.value
         for depth, part in enumerate(path[:-1]):
             child = _get_child(node, part, path[: depth + 1], mark)
@@ -114,7 +113,7 @@ def dotted(path: Path) -> str:
 
 
 def parse(text: str, name: str) -> Document:
-    """Read one YAML mapping. ConfigError names the file, the line and the key."""
+    """Parse a YAML mapping. ConfigError names the file, the line and the key."""
     node = _compose(text, name)
     if node is None:
         return Document({}, name=name)
@@ -135,8 +134,7 @@ def parse_value(text: str, mark: Mark) -> Any:
 
 
 def resolve_plain(text: str) -> Any:
-    """Return the value of an unquoted scalar. ValueError for what two YAML versions read
-    differently."""
+    """Return the value of an unquoted scalar. ValueError if YAML versions differ on it."""
     if _NULL.fullmatch(text):
         return None
     if _BOOLEAN.fullmatch(text):
@@ -167,7 +165,6 @@ def clip(text: str) -> str:
 
 
 def _compose(text: str, name: str) -> yaml.Node | None:
-    """Parse a text into a YAML node. ConfigError for invalid or refused YAML."""
     if len(text) > MAX_BYTES:
         raise ConfigError(f"{name}: longer than {MAX_BYTES} characters")
     try:
@@ -207,7 +204,6 @@ def _refuse_unsafe_events(events: Iterator[yaml.Event], name: str) -> None:
 
 
 def _to_plain_value(node: yaml.Node, path: Path, marks: dict[Path, Mark], name: str) -> Any:
-    """Convert a YAML node to plain values, and record the mark of every key."""
     if isinstance(node, yaml.MappingNode):
         return _to_dict(node, path, marks, name)
     if isinstance(node, yaml.SequenceNode):
@@ -218,7 +214,7 @@ def _to_plain_value(node: yaml.Node, path: Path, marks: dict[Path, Mark], name: 
             values.append(_to_plain_value(item, item_path, marks, name))
         return values
     assert isinstance(node, yaml.ScalarNode)
-    if node.style is not None:  # quoted, or a block of text
+    if node.style is not None:
         return node.value
     try:
         return resolve_plain(node.value)
@@ -230,7 +226,6 @@ def _to_plain_value(node: yaml.Node, path: Path, marks: dict[Path, Mark], name: 
 def _to_dict(
     node: yaml.MappingNode, path: Path, marks: dict[Path, Mark], name: str
 ) -> dict[str, Any]:
-    """Convert a YAML mapping. ConfigError for a key that is no text, or stands twice."""
     mapping: dict[str, Any] = {}
     for key_node, value_node in node.value:
         key = key_node.value
@@ -249,7 +244,6 @@ def _to_dict(
 
 
 def _get_child(node: Any, part: str | int, path: Path, mark: Mark) -> Any:
-    """Return the value at a key (None: absent) or an index. ConfigError for an impossible one."""
     if isinstance(node, dict) and isinstance(part, str):
         return node.get(part)
     if isinstance(node, list) and isinstance(part, int) and part < len(node):
@@ -258,14 +252,13 @@ def _get_child(node: Any, part: str | int, path: Path, mark: Mark) -> Any:
 
 
 class ConfigDumper(yaml.SafeDumper):
-    """A dumper whose YAML `parse` reads back to the same values, with ambiguous text quoted."""
+    """A dumper whose YAML `parse` reads back to the same values."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    """Represent a text, quoted where YAML would read another value."""
     try:
         plain = resolve_plain(text) == text
     except ValueError:
@@ -279,7 +272,7 @@ ConfigDumper.add_representer(str, _represent_text)
 
 
 def plain(value: Any, where: str) -> Any:
-    """Copy a Python value into plain configuration values. ConfigError for anything else."""
+    """Copy a Python value as plain configuration values, or raise ConfigError."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
@@ -290,8 +283,7 @@ def plain(value: Any, where: str) -> Any:
 
 
 def dump_short(tree: dict[str, Any], width: int) -> str:
-    """Return YAML text with a line for each top key, broken at about `width` columns; `parse` reads
-    it back to the same values."""
+    """Return YAML text with a line for each top key, of about `width` columns."""
     text = io.StringIO()
     dumper = ConfigDumper(
         text, default_flow_style=True, width=width, allow_unicode=True, sort_keys=False
@@ -299,7 +291,7 @@ def dump_short(tree: dict[str, Any], width: int) -> str:
     dumper.open()
     node = dumper.represent_data(tree)
     assert isinstance(node, yaml.MappingNode)
-    node.flow_style = False  # of the top only
+    node.flow_style = False  # only the top
     dumper.serialize(node)
     dumper.close()
     return text.getvalue()

@@ -1,9 +1,5 @@
-"""The settings that an engine does not support together: for vLLM, for a budget for the weights,
-and for exact rollouts.
-
-What only lowroll's own engine supports is refused by name before anything starts. The model and the
-machine are checked when a run starts (`model.exact`).
-"""
+"""The settings that an engine does not support together. The model and the machine are checked when
+a run starts (`model.exact`)."""
 
 from __future__ import annotations
 
@@ -50,7 +46,7 @@ def exact_problems(cfg: RunSettings) -> Iterator[Problem]:
 
 
 def bars_engine(cfg: RunSettings) -> tuple[Bar, ...]:
-    """Return the settings an engine needs to give a request the same bits in any batch."""
+    """Return the settings under which an engine gives a request the same bits in any batch."""
     rollout = cfg.rollout
     has_lossy_cache = rollout.cache.policy != "dense" or rollout.cache.kv_dtype is not None
     has_second_format = rollout.large_batch_weights is not None

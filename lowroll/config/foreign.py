@@ -1,7 +1,7 @@
 """Keys of other tools (TRL, verl, prime-rl, slime, Surogate, vLLM), and their meaning here.
 
 A key is looked up by its dotted end, so `n_gpus_per_node` also stands for
-`trainer.n_gpus_per_node`, and `rollout.n` for `actor_rollout_ref.rollout.n`.
+`trainer.n_gpus_per_node`.
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ def explain(path: Path) -> str:
 
 
 def foreign_keys(path: Path, value: Any) -> Iterator[Path]:
-    """Yield the foreign keys at `path`: itself, or those in its section."""
+    """Yield the foreign keys at `path` or in its section."""
     if explain(path):
         yield path
     elif isinstance(value, dict):

@@ -1,8 +1,6 @@
 """The sources of settings: a file, or a tree written in Python.
 
-    cfg = load("run.yaml", overrides=["train.max_steps=20"])
-
-A file with a section `orch:` or `infer:` holds Surogate's three files: see `surogate/read.py`.
+A file with a section `orch:` or `infer:` holds Surogate's three files (`surogate/read.py`).
 """
 
 from __future__ import annotations
@@ -19,12 +17,10 @@ SECTIONS = "lowroll.config.surogate.read:load_sections"  # imported only when ne
 
 
 def load(path: str | FilePath, overrides: Overrides = ()) -> RunConfig:
-    """Read a run's YAML file, apply dotted overrides, check everything and fill in defaults that
-    depend on other settings.
+    """Read a run's YAML file, apply overrides, check all, and fill in dependent defaults.
 
     overrides: {"train.max_steps": 20} or ["train.max_steps=20"] (values are YAML; list items by
-    index: env.0.id=...). Raises ConfigError, a ValueError whose message has one line for each
-    problem.
+    index: env.0.id=...). ConfigError, a ValueError, has one line for each problem.
     """
     document = read(path)
     if {"orch", "infer"} & document.value.keys():
@@ -34,7 +30,7 @@ def load(path: str | FilePath, overrides: Overrides = ()) -> RunConfig:
 
 
 def from_mapping(values: Mapping[str, object], overrides: Overrides = ()) -> RunConfig:
-    """Load a tree written in Python, with the same checks."""
+    """Load a tree written in Python."""
     return build(Document(plain(dict(values), "config"), name="config"), overrides)
 
 

@@ -1,8 +1,7 @@
-"""The `loss:` section: the policy objective, with a section for each correction that has its own
-options.
+"""The `loss:` section, with a subsection for each correction that has its own options.
 
-Shared options have their defaults in `lowroll.objectives.table`; a section's are those of the
-function in `lowroll.objectives`, which a test checks.
+Defaults of shared options are in `lowroll.objectives.table`; a test compares a subsection's with
+its function in `lowroll.objectives`.
 """
 
 from __future__ import annotations
@@ -46,17 +45,17 @@ class SurogateLoss(Section):
     kl_tau: NotNegative = 0.0  # weight of the log-ratio to the sampler
     adv_tau: NotNegative = 1.0  # weight of the advantage
     teacher_tau: NotNegative = 0.0  # pull to the log-probs of train.teacher
-    token_mask_low: NotNegative = 0.125  # tokens with a lower ratio are masked
-    token_mask_high: Positive = 8.0  # tokens with a higher ratio are masked
-    geo_mask_low: NotNegative = 0.1  # responses with a lower geometric mean are masked
-    geo_mask_high: Positive = 10.0  # responses with a higher one are masked
+    token_mask_low: NotNegative = 0.125  # tokens with lower ratios are masked
+    token_mask_high: Positive = 8.0  # tokens with higher ratios are masked
+    geo_mask_low: NotNegative = 0.1  # responses with lower geometric means are masked
+    geo_mask_high: Positive = 10.0  # responses with higher ones are masked
     sequence_mask_low: NotNegative = 0.0  # responses with any lower ratio are masked
     sequence_mask_high: Positive = 100.0  # responses with any higher ratio are masked
     sequence_clip_high: Positive = 10.0  # ratio_type sequence: the cap of its ratio
 
 
 class AipoConfig(SurogateLoss):
-    """AIPO. `mode` is what becomes of a token above token_mask_high."""
+    """AIPO."""
 
     mode: Literal["mask", "truncate"] = "mask"  # for a token above token_mask_high
 
@@ -71,7 +70,7 @@ class IpoConfig(Section):
 
 
 class ReweightConfig(Section):
-    """The generic correction: a weight for each token, capped at loss.cap, and rejection rules."""
+    """The generic correction: weights, capped at loss.cap, and rejection rules."""
 
     # of a token, of the whole response, or none
     weight: Literal["token", "sequence", "none"] = "token"
@@ -84,8 +83,7 @@ class ReweightConfig(Section):
 
 
 class LossConfig(Section):
-    """The policy objective. null: the default of the algorithm, or of a correction with its own
-    bounds."""
+    """The policy objective. null: the default of the algorithm or correction."""
 
     eps_low: NotNegative | None = None  # the ratio is clipped below 1 - this
     eps_high: NotNegative | None = None  # and above 1 + this
@@ -118,7 +116,7 @@ def own_sections() -> list[str]:
 
 
 def without_dual_clip(algorithm: str, correction: str) -> str:
-    """Return the name of what has no dual clip, or ""."""
+    """Return the correction or algorithm without a dual clip, or ""."""
     rows_by_name = {correction: CORRECTIONS[correction], algorithm: ALGORITHMS[algorithm]}
     return next((name for name, row in rows_by_name.items() if "dual_clip" not in row.options), "")
 

@@ -1,8 +1,7 @@
 """The resolution of relative paths in a configuration.
 
-Inputs are looked up in the folder of the YAML file that names them, then in the working directory;
-those of an override or a Python mapping only in the latter. Existing paths become absolute.
-`output_dir` is relative to the working directory.
+Inputs are looked up in the folder of their YAML file, then in the working directory, and only there
+for an override or a Python mapping. Existing paths become absolute.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ def _section_paths(document: Document, path: Path) -> list[Path]:
 def _resolve_in_place(
     document: Document, path: Path, find: Callable[[str, list[FilePath]], str | None]
 ) -> None:
-    """Replace the path at a key by what `find` returns for it, unless it is absolute."""
     text = _value_at(document.value, path)
     if not isinstance(text, str) or not text or "\0" in text or FilePath(text).is_absolute():
         return
@@ -68,9 +66,8 @@ def _resolve_in_place(
 
 
 def _search_folders(document: Document, path: Path) -> list[FilePath]:
-    """Return the folders in which a path is looked up: the YAML file's and the working directory."""
     mark = document.mark(path)
-    # a mark of an override, or of Python, has no line
+    # marks of overrides and of Python have no line
     file_name = mark.where.rpartition(":")[0] if mark is not None else ""
     file_folders = [FilePath(file_name).absolute().parent] if file_name else []
     return [*file_folders, FilePath.cwd()]
@@ -81,7 +78,6 @@ def _find_existing(text: str, folders: list[FilePath]) -> str | None:
 
 
 def _resolve_code_file(text: str, folders: list[FilePath]) -> str | None:
-    """Resolve `file.py` or `file.py:Class`; a missing one is taken to be in the YAML file's folder."""
     if text.endswith(".py"):
         return _resolve_file(text, folders)
     file_stem, separator, function_name = text.partition(".py:")
@@ -99,8 +95,6 @@ def _resolve_file(text: str, folders: list[FilePath]) -> str:
 
 
 def _resolve_argument(text: str, folders: list[FilePath]) -> str | None:
-    """Resolve a text that is the path of a file, of a folder if it has a slash, or of a file's
-    function."""
     if "/" not in text and "." not in text:
         return None
     if FUNCTION.fullmatch(text):
@@ -112,7 +106,6 @@ def _resolve_argument(text: str, folders: list[FilePath]) -> str | None:
 
 
 def _exists(path: FilePath) -> bool:
-    """Return whether a path, or a file that its pattern matches, exists."""
     try:
         return (
             path.exists()

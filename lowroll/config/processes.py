@@ -1,6 +1,5 @@
-"""The sections of a run with separate processes for engine, orchestrator and trainer, and of its
-asynchrony. A run in one process has level 0 and uses none of them.
-"""
+"""The sections of a run with separate processes, and of its asynchrony. A run in one process uses
+none of them."""
 
 from __future__ import annotations
 
@@ -23,12 +22,12 @@ from lowroll.config.vllm import Url
 
 Launcher = Literal["none", "local", "ray"]
 Port = Annotated[int, Field(ge=1, le=65535)]
-FreePort = Annotated[int, Field(ge=0, le=65535)]  # 0: one that is free
+FreePort = Annotated[int, Field(ge=0, le=65535)]  # 0: a free one
 
 
 class AsynchronyConfig(Section):
-    """The lag of the rollouts behind the learner, in steps. Version v of the weights is that after
-    step v; batch n is drawn from version n - 1 - max_async_level on."""
+    """The lag of the rollouts behind the learner, in steps. Batch n is drawn from version n - 1 -
+    max_async_level on, where version v is that after step v."""
 
     max_async_level: Whole = 0  # steps that the rollouts may lag behind the learner
     # use exactly that version, and no newer one before its turn
@@ -37,27 +36,26 @@ class AsynchronyConfig(Section):
     max_off_policy_steps: Whole = 8
     # requests in flight, as a multiple of a batch
     oversampling_factor: Annotated[float, Field(ge=1, le=64)] = 1.0
-    # unfinished responses at an update. none: there are none, since a batch waits for all; keep: they
-    # continue with their cache; replay: they continue with a cache rebuilt under the new weights
+    # unfinished responses at an update. none: there are none, since a batch waits for all; keep:
+    # they continue with their cache; replay: with a cache rebuilt under the new weights
     partial: Literal["none", "keep", "replay"] = "none"
 
 
 class ElasticConfig(Section):
-    """Engines found by the addresses of a DNS name, which is resolved again every `sync_interval`
-    seconds."""
+    """Engines at the addresses of a DNS name."""
 
-    hostname: Text | None = None  # null: the engines are those of client.base_url
+    hostname: Text | None = None  # null: the engines of client.base_url
     port: Port = 8000  # of every engine
-    sync_interval: Positive = 5.0  # seconds between two look-ups
+    sync_interval: Positive = 5.0  # seconds between look-ups
 
 
 class ClientConfig(Section):
     """The connection of the orchestrator to its engines."""
 
     base_url: Annotated[tuple[Url, ...], Strict(False)] = ()  # []: the launcher's own
-    timeout: Positive = 1200.0  # seconds for one request
+    timeout: Positive = 1200.0  # seconds for a request
     api_key_var: Variable = "VLLM_API_KEY"  # environment variable with their token; absent: none
-    skip_model_check: bool = False  # accept engines that serve a model of another name
+    skip_model_check: bool = False  # accept engines that serve another model
     elastic: ElasticConfig = ElasticConfig()
 
 
@@ -67,7 +65,7 @@ class RolloutTransportConfig(Section):
     # by files of the run's folder, or by a socket
     type: Literal["filesystem", "zmq"] = "filesystem"
     host: Text = "localhost"  # zmq: where the orchestrator listens, and the trainer connects
-    port: FreePort = 5555  # zmq; 0: one that is free
+    port: FreePort = 5555  # zmq; 0: a free one
     hwm: Count = 10  # batches that may wait for the trainer
 
 
@@ -76,7 +74,7 @@ class WeightBroadcastConfig(Section):
 
     type: Literal["filesystem", "nccl", "cuda_ipc"] = "filesystem"  # by files, or from GPU to GPU
     host: Text = "localhost"  # nccl: where the ranks meet
-    port: FreePort = 29501  # nccl; 0: one that is free
+    port: FreePort = 29501  # nccl; 0: a free one
     timeout: Positive = 1200.0  # seconds until every engine has them
 
 
@@ -84,7 +82,7 @@ class ServeConfig(Section):
     """The address at which the engine listens, for the role `serve`."""
 
     host: Text = "127.0.0.1"  # address to listen at; one that others reach needs a token
-    port: FreePort = 8000  # 0: one that is free
+    port: FreePort = 8000  # 0: a free one
 
 
 def _address(text: str) -> str:
@@ -102,11 +100,11 @@ class RayConfig(Section):
     # of a running cluster: auto, or host:port; null: this command starts its own, here
     address: Annotated[Text, AfterValidator(_address)] | None = None
     trainer_cpus: Count = 1  # on one node
-    # on the same node; null: train.gpus, where the cluster has GPUs
+    # on the same node; null: train.gpus, if the cluster has GPUs
     trainer_gpus: NotNegative | None = None
     orchestrator_cpus: Count = 1  # it needs no GPU
     engine_cpus: Count = 1  # of each
-    # of each; null: what one engine needs, where the cluster has GPUs
+    # of each; null: what one engine needs, if the cluster has GPUs
     engine_gpus: NotNegative | None = None
     node_deadline: Positive = 600.0  # seconds for the cluster to place a role
     # further variables of the command's environment for the roles

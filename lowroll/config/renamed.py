@@ -1,7 +1,7 @@
 """Renamed and removed keys of the configuration.
 
-An old name works for one version, in files, overrides and run folders, with a note; then its row is
-removed. A key that became a constant is dropped with a note, unless it has another value.
+An old name works for one version, with a note. A key that became a constant is dropped with a note,
+unless it has another value.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ class Gone(NamedTuple):
     value: Any = None
 
 
-# old key -> its replacement
 GONE: dict[str, Gone] = {
     "rollout.parts": Gone("with rollout.exact any number of engines draws the same bits"),
     "rollout.vllm.start_deadline": Gone("a server has 600 seconds to answer", 600),
@@ -37,8 +36,7 @@ GONE: dict[str, Gone] = {
 def carry_over(document: Document) -> list[str]:
     """Rename old keys and drop removed ones in the document; return a note for each.
 
-    ConfigError names both keys when an old and its new one are given, and a removed key whose value
-    is not the one that still works.
+    ConfigError for an old key beside its new one, and for a removed key with another value.
     """
     notes = []
     for old in (*GONE, *RENAMED):
@@ -63,9 +61,9 @@ def carry_over(document: Document) -> list[str]:
 
 
 def renamed_overrides(pairs: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, Mark]]:
-    """Yield the overrides, (key, value) each, by their new names, with marks of the written ones.
-    ConfigError names both keys when two different ones are names of the same setting."""
-    written_keys: dict[str, str] = {}  # by the new name
+    """Yield (key, value, mark of the written key) by the new names. ConfigError when two keys name
+    the same setting."""
+    written_keys: dict[str, str] = {}
     for written_key, value in pairs:
         key = _current_name(written_key)
         first_key = written_keys.setdefault(key, written_key)
@@ -83,7 +81,6 @@ def renamed_tree(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _current_name(key: str) -> str:
-    """Return the new name of a dotted key, which may lie beneath a renamed one."""
     for old, new in RENAMED.items():
         if key == old or key.startswith(f"{old}."):
             return new + key[len(old) :]

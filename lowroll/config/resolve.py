@@ -1,7 +1,6 @@
-"""A run's configuration, checked and resolved: one frozen tree of settings that work together.
+"""A run's configuration, checked and resolved.
 
-Every section is a strict pydantic model; `RunConfig` then checks the settings against each other
-and reports all problems at once.
+`RunConfig` checks the settings against each other and reports all problems at once.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from lowroll.objectives.table import ALGORITHMS, BOUNDS, CAP, pair
 
 
 class RunConfig(RunSettings):
-    """One run. Load it with `lowroll.config.load`; every field but `model` has a default."""
+    """One run. Load it with `lowroll.config.load`."""
 
     _notes: tuple[str, ...] = ()
     _given: str | None = None
@@ -41,29 +40,27 @@ class RunConfig(RunSettings):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return automatic choices, and settings that deserve a second look, one line each."""
+        """Return notes on automatic choices and doubtful settings."""
         return self._notes
 
     @property
     def chosen_options(self) -> tuple[str, ...]:
-        """Options of the objective that `correction: auto` chose; the measured mismatch may widen
-        them."""
+        """Return the objective's options of `correction: auto`, which the measured mismatch may
+        widen."""
         return self._chosen
 
     @property
     def given(self) -> str | None:
-        """The YAML text that an orchestrator leaves for a trainer (`surogate.roles`), or None."""
+        """Return the YAML text that an orchestrator leaves for a trainer (`surogate.roles`)."""
         return self._given
 
     @property
     def source(self) -> str:
-        """The source file, for messages."""
         return self._source
 
     @property
     def objective_options(self) -> dict[str, Any]:
-        """Return the options of `objectives.objective.select(cfg.algorithm, cfg.correction)`, with
-        the defaults filled in."""
+        """Return the options of `objectives.objective.select(cfg.algorithm, cfg.correction)`."""
         cfg = self.resolved()
         return cfg.loss.options(cfg.algorithm, cfg.correction, cfg.rollout.max_tokens)
 
@@ -80,18 +77,18 @@ class RunConfig(RunSettings):
         return copy
 
     def sized(self) -> RunConfig:
-        """Return a copy whose open sizes of the learner's passes are those of a large device."""
+        """Return a copy whose null sizes are those of a large device."""
         return self.model_copy(update={"train": self.train.sized()})
 
     def resolved(self) -> RunConfig:
-        """Return the run with every `auto` and null filled in, except device, dtype and the sizes
-        of the learner's passes, which depend on the machine. Idempotent."""
+        """Return the run with every `auto` and null filled in, except the machine's: device, dtype
+        and pass sizes. Idempotent."""
         default_advantage = ALGORITHMS[self.algorithm].advantage
         if self.advantage_function is not None:
             default_advantage = CUSTOM
         correction, reason = correction_of(self)
         options = pair(self.algorithm, correction).options
-        # a correction that does not clip has bounds of None
+        # a correction that does not clip has none
         defaults = {"cap": CAP, **dict.fromkeys(BOUNDS), **options}
         loss_update = {
             name: defaults[name]
@@ -105,7 +102,6 @@ class RunConfig(RunSettings):
             )
         kv = self.rollout.kv and self.rollout.kv.resolved()
         held_out_envs = self.eval.env and tuple(map(named, self.eval.env))
-        # `env` has the environment of data and rewards, so those are cleared
         copy = self.model_copy(
             update={
                 "advantage": self.advantage or default_advantage,

@@ -1,15 +1,11 @@
-"""The `rollout:` section, with those inside it, and `noise:`: the engine, its weights, cache and
-sampler.
+"""The sections `rollout:` and `noise:`.
 
-    rollout.weights: int8
-    rollout.weights: stored               the codes that the folder of the model holds, one format or several
     rollout.weights: {max_kl: 0.02}       a budget, under which each layer gets a format
-    rollout.weights: max_kl=0.02          the same in one word, as on the command line
+    rollout.weights: max_kl=0.02          the same for the command line
     rollout.kv: {policy: rkv, budget: 512, buffer: 128}
-    rollout.kv: {dtype: fp8}
 
-A budget is kept as its text (`quant.budget`). Other keys of `rollout.kv` are the policy's options,
-of `lowroll.kv.policy.table`.
+A budget is kept as text (`quant.budget`). Other keys of `rollout.kv` are the policy's options
+(`lowroll.kv.policy.table`).
 """
 
 from __future__ import annotations
@@ -47,12 +43,12 @@ from lowroll.types import nearest
 
 
 class WeightBudget(Section):
-    """The limits on the linear weights of the rollouts; each layer gets a format."""
+    """Limits on the rollouts' linear weights; each layer gets a format."""
 
-    max_kl: NotNegative | None = None  # of the dense model to them, in nats a token, measured
-    max_bits: Positive | None = None  # a weight, with scales; the mean over the linear layers
+    max_kl: NotNegative | None = None  # KL of the dense model to them, nats a token
+    max_bits: Positive | None = None  # mean bits a weight over the linear layers, with scales
     max_bytes: Count | None = None  # of all linear layers, with scales
-    # that layers may have, the smallest that a layer can hold first; null: 4, 8 and 16 bits
+    # allowed formats, the smallest valid one first; null: 4, 8 and 16 bits
     formats: Annotated[tuple[str, ...], Strict(False), Field(min_length=1)] | None = None
 
     @property
@@ -67,7 +63,7 @@ class WeightBudget(Section):
 
 
 class FormatOrBudget:
-    """A validator of a format's name or a budget, kept as text."""
+    """A validator that keeps a format's name or a budget as text."""
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
@@ -81,7 +77,6 @@ class FormatOrBudget:
 
 
 def _check(value: Any, as_section: core_schema.ValidatorFunctionWrapHandler) -> Any:
-    """Return a format or a budget as text; a validation error for anything else."""
     if isinstance(value, dict | WeightBudget):
         return as_section(value)
     if not is_budget(value):
@@ -106,7 +101,7 @@ class KvConfig(Section):
 
     model_config = ConfigDict(extra="allow")  # the policy's options
 
-    policy: Policy = "dense"  # which keys stay; its options are keys beside it: docs/usage.md
+    policy: Policy = "dense"  # which keys stay; its options are further keys: docs/usage.md
     # auto: the engine's own dtype; fp8: keys and values in 8 bits
     dtype: Dtype = "auto"
 
@@ -126,7 +121,6 @@ class KvConfig(Section):
 
     @property
     def kv_dtype(self) -> str | None:
-        """`dtype` for an engine and a `BehaviorTag`: None is the engine's own."""
         return None if self.dtype == "auto" else self.dtype
 
     @property
@@ -135,7 +129,6 @@ class KvConfig(Section):
 
     @property
     def evicts(self) -> bool:
-        """Return whether a rollout's cache may evict keys."""
         return self.policy != "dense"
 
     def resolved(self) -> KvConfig:
@@ -143,8 +136,8 @@ class KvConfig(Section):
         return KvConfig(policy=self.policy, dtype=self.dtype, **filled(self.policy, self.options))
 
     def another(self, name: str) -> KvConfig:
-        """Return the cache of a name of `lowroll eval --kv`, with those options of this one that
-        its policy has. ValueError lists the names."""
+        """Return the cache of a `lowroll eval --kv` name, with this one's options for its policy.
+        ValueError lists the names."""
         name_parts = name.split("+")
         policy = name_parts[0] if name_parts[0] in POLICIES else "dense"
         dtype: Dtype = "fp8" if name_parts[-1] == "fp8" else "auto"
@@ -161,7 +154,7 @@ class KvConfig(Section):
 
 
 def kv_problems(kv: KvConfig | None) -> Iterator[Problem]:
-    """Yield options that the policy lacks, or invalid values."""
+    """Yield unknown options of the policy and invalid values."""
     if kv is None:
         return
     policy_options = POLICIES[kv.policy].options
@@ -193,21 +186,20 @@ EngineName = Literal["native", "vllm"]
 
 
 class RolloutConfig(Section):
-    """The engine and its sampling. `weights` is the format of its linear weights; `dense` is the
-    run's own dtype."""
+    """The engine and its sampling."""
 
-    engine: EngineName = "native"  # whose rollouts: lowroll's own engine's, or vLLM's
+    engine: EngineName = "native"  # lowroll's own, or vLLM
     vllm: VllmConfig = VllmConfig()  # used only by engine: vllm
     engines: Count = 1  # engines of a run with roles, each a process (on its own GPU)
-    # format of the linear weights, or a budget (max_kl, max_bits, max_bytes, formats) under which each
-    # layer gets one; dense: the run's dtype; stored: the codes that the model's folder holds
+    # format of the linear weights, or a budget (max_kl, max_bits, max_bytes, formats) under which
+    # each layer gets one; dense: the run's dtype; stored: the codes in the model's folder
     weights: Weights = DEFAULT
     # true: a token's recorded log-prob is, bit for bit, what the learner computes before its
-    # update, which then multiplies in the rollouts' formats (train.forward: aligned); on a CPU in
-    # float32. null: on a CPU, where supported: the engine, and an aligned learner; on a GPU both,
-    # beside an aligned LoRA learner of INT8 codes. false: neither
+    # update. The learner then multiplies in the rollouts' formats (train.forward: aligned), on a
+    # CPU in float32. null: where supported, on a CPU the engine and an aligned learner, on a GPU
+    # both if LoRA learns aligned on INT8 codes; false: neither
     exact: bool | None = None
-    kv: KvConfig | None = None  # the cache's policy and dtype; null: every key, in the engine's own
+    kv: KvConfig | None = None  # null: every key, in the engine's own dtype
     max_tokens: Count = 64  # tokens of the longest response
     min_tokens: Whole = 0  # tokens of the shortest response
     temperature: Temperature = 1.0  # of the sampler
@@ -216,9 +208,9 @@ class RolloutConfig(Section):
     top_k: Whole = 0  # 0 is off
     # tokens with this share of the likeliest one's probability
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    repetition_penalty: Penalty = 1.0  # on tokens that are already in the text; 1 is off
+    repetition_penalty: Penalty = 1.0  # on tokens already in the text; 1 is off
     stop: Annotated[tuple[Text, ...], Strict(False)] = ()  # stop strings
-    # format of the model's tool calls; null: as in its chat template
+    # format of tool calls; null: as in the chat template
     tool_call_parser: ToolFormat | None = None
     page_size: Count = 16  # tokens in a page of the KV cache
     max_batch: Count = 256  # sequences decoded together
@@ -227,22 +219,21 @@ class RolloutConfig(Section):
     keep_dense: bool = False  # 4 bits on CUDA: additional dense weights for many rows
     release_cache: bool = False  # give the cache's memory to the learner between rollouts
     cache_tokens: Count | None = None  # capacity of the KV cache in tokens; null: what the run uses
-    prefill_chunk: Count | None = None  # prompt tokens a sequence prefills in one step; null: all
+    prefill_chunk: Count | None = None  # prompt tokens of a sequence in one step; null: all
     # tokens of a prompt and its response; longer prompts are skipped. null: what a micro-batch and
     # the model's context hold
     max_model_len: Count | None = None
     seed: Seed | None = None  # of sampling; null: the run's
     cuda_graphs: bool = True  # false: launch kernels one by one, for debugging
-    prefix_caching: bool = True  # reuse a prompt's pages for later prompts with the same beginning
-    # reuse pages of drawn tokens too: a conversation's next turn only runs its new tokens, and the
-    # last bits of its log-probs differ
+    prefix_caching: bool = True  # reuse a prompt's pages for prompts with the same beginning
+    # reuse pages of drawn tokens too: a conversation's next turn only runs its new tokens, and its
+    # log-probs differ in the last bits
     turn_caching: bool = False
-    # share of the GPU's memory for the engine's weights and cache; null: what the run can use
+    # share of the GPU's memory for weights and cache; null: what the run can use
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
 
     @property
     def cache(self) -> KvConfig:
-        """`kv`, or the dense cache for null."""
         return self.kv or KvConfig()
 
     def with_kv(self, kv: KvConfig | None) -> RolloutConfig:
@@ -250,8 +241,7 @@ class RolloutConfig(Section):
 
 
 class NoiseConfig(Section):
-    """QeRL's noise on the norms of the rollout engine: sigma falls from start to end over the run,
-    in stages."""
+    """QeRL's noise on the norms of the rollout engine: sigma falls over the run, in stages."""
 
     sigma_start: NotNegative = 1e-2  # standard deviation of the first stage with noise
     sigma_end: NotNegative = 1e-4  # and of the last
@@ -265,7 +255,7 @@ class NoiseConfig(Section):
 
 
 def noise_problems(noise: NoiseConfig | None) -> Iterator[Problem]:
-    """Yield the problem of a schedule with an invalid start or end."""
+    """Yield an exponential schedule that starts or ends at 0."""
     if (
         noise is not None
         and noise.schedule == "exponential"

@@ -1,4 +1,4 @@
-"""The tree of a run's settings, read as `cfg.rollout.max_tokens`, and its derived properties."""
+"""The tree of a run's settings and its derived properties."""
 
 from __future__ import annotations
 
@@ -55,24 +55,24 @@ from lowroll.quant.table import is_dense
 
 
 class RunSettings(Section):
-    """The keys of a run. Every one but `model` has a default."""
+    """The keys of a run."""
 
-    model: Text  # a folder or a hub id
+    model: Text  # folder or hub id
     output_dir: Text = "outputs/run"  # the run's folder, relative to the working directory
     seed: Seed = 0  # of all random draws
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where the run computes
     # auto: float32 on the CPU, bfloat16 on a GPU
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     env: Environments = (EnvConfig(id="reverse-text"),)
-    data: DataSection | None = None  # your own data set, instead of env
+    data: DataSection | None = None  # a data set instead of env
     # how its responses are scored: path/to/file.py:function, or a reward model; []: answer, whether
     # the final answer matches the gold one
     reward_funcs: RewardFunctions = ()
-    reward_weights: RewardWeights | None = None  # of these, in their order; null: 1 each
-    # variables of the model's chat template, such as {enable_thinking: false}, for every prompt
+    reward_weights: RewardWeights | None = None  # in the functions' order; null: 1 each
+    # variables of the chat template, such as {enable_thinking: false}
     chat_template_kwargs: dict[str, JsonValue] = {}
     logging_steps: Count = 1  # steps between lines on the terminal; metrics.jsonl has all
-    # trackers that also get the records; each needs the extra of its name
+    # trackers that get the records; each needs the extra of its name
     track: Trackers = ()
     track_project: Text = "lowroll"  # the run's project, or experiment, there
     # ORG/NAME on the hub: final/ is uploaded there at the end, as a private repository
@@ -93,8 +93,8 @@ class RunSettings(Section):
     stages: Annotated[tuple[StageConfig, ...], Strict(False)] = ()  # changes during the run
     noise: NoiseConfig | None = None
     score: ScoreConfig = ScoreConfig()
-    buffer: BufferConfig = BufferConfig()  # which prompts are learned from
-    guard: GuardConfig | None = GuardConfig()  # watches the mismatch; null: off
+    buffer: BufferConfig = BufferConfig()  # selection of prompts
+    guard: GuardConfig | None = GuardConfig()
     ckpt: CkptConfig = CkptConfig()
     eval: EvalConfig = EvalConfig()
     sft: SftConfig = SftConfig()
@@ -117,13 +117,13 @@ class RunSettings(Section):
 
     @property
     def samples_dynamically(self) -> bool:
-        """Return whether groups whose rewards are all equal are drawn again."""
         setting = self.dapo.dynamic_sampling
         return ALGORITHMS[self.algorithm].dynamic_sampling if setting is None else setting
 
     @property
     def is_sharded(self) -> bool:
-        """Return whether each rank holds a shard of the learner; by default where all weights learn."""
+        """Return whether each rank holds a shard of the learner; by default where all weights
+        learn."""
         setting = self.train.sharding
         return self.train.gpus > 1 and (
             setting == "full" or (setting == "auto" and not self.train.lora)
@@ -131,21 +131,21 @@ class RunSettings(Section):
 
     @property
     def forward(self) -> str:
-        """The learner's forward; with exact rollouts it multiplies as they do."""
+        """Return the learner's forward; with exact rollouts it multiplies as they do."""
         if not self.rollout.exact:
             return self.train.forward
         return "dense" if is_dense(self.rollout.weights) else "aligned"
 
     @property
     def forward_weights(self) -> str | None:
-        """The format of the learner's forward; None: its own weights."""
+        """Return the format of the learner's forward; None: its own weights."""
         forward = self.forward
         if forward == "dense":
             return None
         return self.rollout.weights if forward == "aligned" else forward
 
     def at(self, step: int) -> Self:
-        """Return the settings of a step (counted from 1), overlaid with those of the begun stages."""
+        """Return the settings of a step (counted from 1)."""
         cfg = self
         for stage in self.stages:
             cfg = cfg.entering(stage) if stage.step <= step else cfg

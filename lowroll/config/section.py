@@ -1,4 +1,4 @@
-"""The common parts of the configuration's sections: the strict model, plain types, and validators."""
+"""The common parts of the sections: the strict model, plain types, and validators."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Problem = tuple[tuple[Path, ...], str]
 
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
-# a larger learning rate leaves float32 within a step
+# a larger one leaves float32 within a step
 Rate = Annotated[float, Field(gt=0, le=10)]
 NotNegative = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(gt=0, le=1)]
@@ -75,7 +75,7 @@ def one_of(names: Callable[[], Iterable[str]]) -> PlainValidator:
 
 
 def known(value: Any, names: Iterable[str]) -> Any:
-    """Return the value; a validation error unless it is one of the names."""
+    """Return the value; a validation error unless it is a name."""
     if value not in (known_names := list(names)):
         *first_choices, last_choice = [repr(name) for name in known_names]
         expected = f"{', '.join(first_choices)} or {last_choice}" if first_choices else last_choice
@@ -85,7 +85,7 @@ def known(value: Any, names: Iterable[str]) -> Any:
 
 Algorithm = Annotated[str, one_of(lambda: ALGORITHMS)]
 Correction = Annotated[str, one_of(lambda: ("auto", *CORRECTIONS))]
-CUSTOM = "custom"  # the advantage of a run with an advantage_function
+CUSTOM = "custom"  # of a run with an advantage_function
 Advantage = Annotated[str, one_of(lambda: (*ESTIMATORS, CUSTOM))]
 ToolFormat = Annotated[str, one_of(lambda: TOOL_FORMATS)]
 LargeBatchWeights = Annotated[str, one_of(lambda: sorted(large_batch(), key=is_dense))]
@@ -140,5 +140,5 @@ class Section(BaseModel):
 
     @classmethod
     def table_keys(cls) -> list[str]:
-        """Return the additional keys from a table of another package."""
+        """Return further keys from another package's table."""
         return []

@@ -1,4 +1,4 @@
-"""The `rollout.vllm:` section: the start of vLLM, or the address of one that runs already.
+"""The `rollout.vllm:` section.
 
 rollout: {engine: vllm, weights: dense}
 rollout: {engine: vllm, weights: dense, vllm: {url: "http://127.0.0.1:8000"}}
@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from lowroll.config.section import Count, Section, Text
 
-# options of `vllm serve` that follow from the run, and their setting
+# options of `vllm serve` from the run's settings
 FROM_RUN = {
     "--model": "model",
     "--served-model-name": "model",
@@ -110,13 +110,13 @@ Url = Annotated[Text, AfterValidator(_check_url)]
 class VllmConfig(Section):
     """The start of vLLM, or its address."""
 
-    # of a running server, or unix:/path/of/its/socket; null: start one, and end it
+    # of a running server, or unix:/path/of/its/socket; null: start one
     url: Url | None = None
-    token_env: Text | None = None  # environment variable with the token of the server at url
-    # interpreter with vLLM; null: LOWROLL_VLLM_PYTHON, else the run's own
+    token_env: Text | None = None  # environment variable with the server's token
+    # interpreter with vLLM; null: LOWROLL_VLLM_PYTHON, else the run's
     python: Text | None = None
     folder: Text | None = None  # for vLLM's weights; null: a temporary folder
-    devices: Text | None = None  # its CUDA_VISIBLE_DEVICES, such as "1,2"; null: the run's own
+    devices: Text | None = None  # CUDA_VISIBLE_DEVICES, such as "1,2"; null: the run's
     tensor_parallel_size: Count = 1  # GPUs that share the model
     # share of each GPU's memory for vLLM; the learner needs the rest
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.5

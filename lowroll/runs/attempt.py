@@ -1,9 +1,4 @@
-"""One attempt at a run of any kind: its folder, log and steps.
-
-with attempt(cfg, "grpo", resume) as folder:
-    with polite_stop() as stop:
-        run_steps(steps, first, last, every, show, stop)
-"""
+"""One attempt at a run of any kind: its folder, log and steps."""
 
 from __future__ import annotations
 
@@ -34,7 +29,6 @@ from lowroll.runs.stop import StepDropped, Stop, leave_lost_outputs
 
 log = logging.getLogger(__name__)
 
-# The metrics of the last step that the short form of a result shows, if they are recorded.
 _RESULT_METRICS = (
     "reward/mean",
     "sft/loss",
@@ -46,8 +40,7 @@ _RESULT_METRICS = (
 
 @dataclass(frozen=True, repr=False)
 class RunResult:
-    """A finished or interrupted run. ended: why it finished early. signal: what interrupted it,
-    else 0."""
+    """A finished or interrupted run. signal: what interrupted it, else 0."""
 
     folder: Path
     records: list[Record]
@@ -60,7 +53,6 @@ class RunResult:
 
     @property
     def metrics(self) -> Record:
-        """The record of the last step; {} before the first."""
         return self.records[-1] if self.records else {}
 
     @property
@@ -115,7 +107,7 @@ def attempt(
     """Own `output_dir` for one launch of a command, and log to its log file.
 
     ValueError, before any change, when the folder is unusable; RunLockedError when another process
-    has it. `overwrite` replaces a run there once the new one begins. alone: as `RunFolder`.
+    has it. `overwrite` replaces its run once the new one begins. alone: as `RunFolder`.
     """
     if resume and overwrite:
         raise ValueError(
@@ -146,9 +138,8 @@ def attempt(
 def run_steps(
     steps: StepRunner, first: int, last: int, every: int, show: Callable[[Record], str], stop: Stop
 ) -> int:
-    """Make the steps `first` to `last`, with a checkpoint every `every` steps, and finish; when a
-    stop is requested, end with a checkpoint. `show` formats a record. Return the stop's signal,
-    else 0.
+    """Make the steps `first` to `last`, with a checkpoint every `every` steps and after a requested
+    stop. Return the stop's signal, else 0.
 
     A step's record precedes its checkpoint, so a process that dies between them repeats the step.
     """
@@ -181,7 +172,7 @@ def tell(*lines: str) -> None:
 
 
 def own(folder: Path) -> RunLock:
-    """Lock a folder. RunLockedError names its holder; ValueError says why it cannot be locked."""
+    """Lock a folder. RunLockedError names its holder, ValueError another obstacle."""
     try:
         return RunLock(folder)
     except OSError as error:
@@ -217,13 +208,13 @@ class LogFile(logging.FileHandler):
 
 @contextmanager
 def log_file(folder: Path, attempt: int, name: str = "attempt") -> Iterator[None]:
-    """Write log messages to logs/<name>_N.log, and warnings also to the terminal."""
+    """Log to logs/<name>_N.log, and warnings also to the terminal."""
     (folder / LOGS).mkdir(exist_ok=True)
     file_handler = LogFile(folder / LOGS / f"{name}_{attempt}.log", encoding="utf-8")
     terminal_handler = logging.StreamHandler()
     file_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     terminal_handler.setLevel(logging.WARNING)
-    # The command shows an error; its traceback is for the file.
+    # The command shows the error; its traceback is for the file.
     terminal_handler.addFilter(lambda record: not record.exc_info)
     root = logging.getLogger("lowroll")
     previous_level = root.level
@@ -253,7 +244,7 @@ def _logged(cfg: RunConfig, command: str, attempt: int) -> Iterator[None]:
         platform.python_version(),
         metadata.version("torch"),
     )
-    if command == "grpo":  # the notes are about rollouts and their correction
+    if command == "grpo":
         for note in cfg.notes:
             log.info("%s", note)
     try:

@@ -52,8 +52,7 @@ class RunEnvironments:
 
 class BatchSource:
     """The producer of a run's batches. cfg: with the cache size. `stack` closes the scoring
-    workers. rollout_log, weights, journal: as `Orchestrator`'s. alone: the learner is in this
-    process."""
+    workers. alone: the learner is in this process."""
 
     def __init__(
         self,
@@ -70,8 +69,8 @@ class BatchSource:
         alone: bool = True,
     ) -> None:
         self.alone = alone
-        self._previous_stats: EngineStats | None = None  # when the previous batch was full
-        # The owner may set this to add metrics.
+        self._previous_stats: EngineStats | None = None
+        # Set by the owner for more metrics.
         self.more: Callable[[Batch], Mapping[str, float]] = lambda _: {}
         self.cfg = cfg
         self.spec = spec
@@ -86,7 +85,7 @@ class BatchSource:
         if cfg.eval.env and cfg.eval.interval:
             eval_scorer = stack.enter_context(environments.scorer(cfg, cfg.eval.env))
         self.evaluations = Evaluations(cfg, spec, rollouts, tasks.held_out, eval_scorer, chat)
-        self._own = orchestrator.estimator(cfg)  # one for all stages
+        self._own = orchestrator.estimator(cfg)
         self.orchestrator = Orchestrator(
             orchestrator.settings(cfg, spec, alone, self._own),
             tasks.envs,
@@ -132,14 +131,13 @@ class BatchSource:
         return self.orchestrator.state()
 
     def _clear_engine(self) -> None:
-        """Drop what is in flight where evaluations need the engine alone. With noise they do,
-        because they switch it off."""
+        """Drop requests in flight if evaluations need the engine alone, as with noise."""
         if self.cfg.eval.cancel_inflight_rollouts_on_eval or self.cfg.noise is not None:
             self.orchestrator.rollout_buffer.recall()
 
     def restore(self, step: int, state: Mapping[str, Any], resumed: bool = False) -> None:
-        """Continue after a step. resumed: the user asked for it, so the settings for resuming
-        apply. ValueError for a state of another step or plan."""
+        """Continue after a step. resumed: by the user, so the settings for resuming apply.
+        ValueError for a state of another step or plan."""
         state_step = state.get("step", step)  # missing in the oldest states
         if state_step != step:
             raise ValueError(
@@ -157,7 +155,7 @@ class BatchSource:
             self.evaluations.resumed(step + 1)
 
     def described(self, batch: Batch) -> dict[str, float]:
-        """Return metrics of how a batch was drawn and of what a bounded cache saves."""
+        """Return metrics of a batch's draw and of a bounded cache."""
         stats, kv = self.rollouts.stats(), self.rollouts.kv
         metrics = {"rollout/weight_bits": stats.weight_bits}
         if self._previous_stats is not None:
@@ -180,7 +178,6 @@ class BatchSource:
 
 
 def _lengths_by_turn(sample: Sample) -> list[tuple[int, int]]:
-    """Return (tokens before the turn, tokens of the turn) of a sample's turns."""
     prompt_length, rollout = len(sample.prompt_ids), sample.rollout
     if rollout.turns is None:
         return [(prompt_length, len(rollout.token_ids))]

@@ -1,10 +1,8 @@
-"""`rollout.weights: {max_kl: ...}`: from a budget to a format for each layer, once a run.
+"""`rollout.weights: {max_kl: ...}`: a format for each layer by a budget, once a run.
 
-    rollout_weights.json    in the run folder: the budget, the format of each layer, the measurements,
-                            and what was chosen again during the run (`again`)
-
-A resumed run reads its file; checkpoints hold later choices (`trainer.guard`). Settings then name a
-mixed format (`quant.mixed`); config.yaml keeps what the user wrote.
+rollout_weights.json in the run folder has the budget, the format of each layer, the measurements,
+and later choices (`again`), which checkpoints also hold (`trainer.guard`). The settings then name a
+mixed format (`quant.mixed`).
 """
 
 from __future__ import annotations
@@ -39,12 +37,12 @@ log = logging.getLogger(__name__)
 
 
 def settle(home: RunFolder, compute: Compute, chat: ChatTokenizer, resume: bool) -> RunConfig:
-    """Return a run's settings with a format in place of a budget, from the run's file or a new
-    search, which writes it. ValueError for a file of another budget."""
+    """Return the settings with a format for a budget, from the run's file or a new search.
+    ValueError for a file of another budget."""
     cfg, path = home.cfg, home.path / FILE
     if not is_budget(cfg.rollout.weights):
         if path.is_file() and not resume:
-            _read_file(path)  # refuses to remove what is no such file of an earlier run
+            _read_file(path)  # refuses to remove another kind of file
             path.unlink()
         if cfg.rollout.weights == STORED and not cfg.train.lora:
             tell(
@@ -52,26 +50,26 @@ def settle(home: RunFolder, compute: Compute, chat: ChatTokenizer, resume: bool)
                 "nearest; train.lora: true keeps the folder's codes"
             )
         return with_weights(cfg, named(cfg.rollout.weights, cfg, compute, chat))
-    # A run that has made a step and lost its file is refused by `settled`.
+    # `settled` refuses a run that has made a step and lost its file.
     if not (resume and (path.is_file() or home.has_steps())):
         _search_formats(home, compute, chat)
     return settled(cfg, home.path, compute)
 
 
 def _search_formats(home: RunFolder, compute: Compute, chat: ChatTokenizer) -> None:
-    from lowroll.runs import format_search  # imported only for such a run
+    from lowroll.runs import format_search
 
     budget, path = home.cfg.rollout.weights, home.path / FILE
     if path.exists():
-        _read_file(path)  # refuses to overwrite another file
+        _read_file(path)  # refuses to overwrite another kind of file
     found = format_search.search(home.cfg, compute, chat)
     _write_file(home, {"budget": budget, **format_search.as_json(found)})
     tell(*format_search.report(budget, found), f"rollout.weights: kept in {path}")
 
 
 def settled(cfg: RunConfig, folder: Path, compute: Compute) -> RunConfig:
-    """Return the settings of a begun run with the formats of its file. ValueError when it is
-    missing, damaged or of another budget."""
+    """Return the settings with the formats of the run's file. ValueError when it is missing,
+    damaged or of another budget."""
     budget = cfg.rollout.weights
     if not is_budget(budget):
         return with_weights(cfg, stored(cfg, compute.dtype) if budget == STORED else budget)
@@ -89,11 +87,10 @@ def settled(cfg: RunConfig, folder: Path, compute: Compute) -> RunConfig:
 
 
 def _check_layer_sizes(weights: object, cfg: RunConfig, compute: Compute) -> None:
-    """Raise ValueError for saved formats of another model."""
     model = models.outline("model", cfg.model, compute)
     sizes = {name: prod(linear.weight.shape) for name, linear in model.linears()}
     saved_sizes: dict[str, object] = {}
-    if isinstance(weights, dict):  # else `mixed.read` says what is wrong
+    if isinstance(weights, dict):
         for sizes_in_format in weights.values():
             if isinstance(sizes_in_format, dict):
                 saved_sizes |= sizes_in_format
@@ -106,10 +103,10 @@ def _check_layer_sizes(weights: object, cfg: RunConfig, compute: Compute) -> Non
 
 
 def named(weights: str, cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -> str:
-    """Return the format of `weights`; a budget is searched on responses to the settings' prompts."""
+    """Return a format; a budget is searched on responses to the settings' prompts."""
     if not is_budget(weights):
         return stored(cfg, compute.dtype) if weights == STORED else weights
-    from lowroll.runs import format_search  # imported only for such a run
+    from lowroll.runs import format_search
 
     found = format_search.search(with_weights(cfg, weights), compute, chat)
     return format_search.register(weights, found, compute.dtype)
@@ -118,10 +115,9 @@ def named(weights: str, cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -
 def again(
     home: RunFolder, budget: str, model: Transformer, samples: Sequence[Sample], step: int
 ) -> tuple[str, dict[str, dict[str, int]]] | None:
-    """Search again with the learner's weights, on its responses to a step, and record the result
-    in the run's file. Return the format's name, and the sizes of its layers by format and layer;
-    None when nothing was found."""
-    from lowroll.runs import format_search  # imported only for such a run
+    """Search again on the learner's responses to a step, and record the result. Return the format's
+    name, and layer sizes by format and layer, or None."""
+    from lowroll.runs import format_search
 
     calibration = format_search.calibration_of(samples)
     if not calibration.sequences:
@@ -156,7 +152,6 @@ def cut(home: RunFolder, step: int) -> None:
 
 
 def _choices_up_to(kept: Mapping[str, object], step: int) -> list[dict[str, object]]:
-    """Return the choices of a run's file made up to a step, without damaged ones."""
     choices = kept.get("again", [])
     if not isinstance(choices, list):
         return []
@@ -169,8 +164,7 @@ def _choices_up_to(kept: Mapping[str, object], step: int) -> list[dict[str, obje
 
 
 def stored(cfg: RunConfig, dtype: torch.dtype) -> str:
-    """Return the low-bit format of the run's model folder, whose dense layers have `dtype`.
-    ValueError for a dense one."""
+    """Return the low-bit format of the model's folder. ValueError for a dense model."""
     folder = resolve(cfg.model, weights=False)
     stored_format = exact_format(folder, dtype)
     if stored_format is not None:

@@ -1,8 +1,8 @@
-"""Calibration text as token ids for `weights.awq`, `weights.gptq` and `weights.budget`, and the
-first requests of a run.
+"""Calibration text as token ids for `weights.awq`, `weights.gptq` and `weights.budget`, and a run's
+first requests.
 
-A `.jsonl` file holds a document a line, `{"text": "..."}` or `{"messages": [...]}`, cut to `length`
-tokens, or is one of `lowroll eval` or of a run. Any other file is plain text, cut into pieces.
+A `.jsonl` file has a document a line, `{"text": "..."}` or `{"messages": [...]}`, or is of `lowroll
+eval` or a run. Other files are plain text, cut into pieces.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lowroll.orchestrator.prompt_source import draw_at
 from lowroll.runs.assembly import environments, orchestrator, prompts
 from lowroll.types import Request
 
-_CHARACTERS_PER_TOKEN = 32  # bounds how much plain text is read
+_CHARACTERS_PER_TOKEN = 32  # bounds the plain text that is read
 
 
 def calibration_sequences(
@@ -30,10 +30,8 @@ def calibration_sequences(
     num_samples: int = 128,
     length: int = 512,
 ) -> list[list[int]]:
-    """Return at most `num_samples` sequences of at most `length` token ids, in the file's order.
-
-    tokenizer: of transformers. ValueError names the file, and a line without text.
-    """
+    """Return at most `num_samples` sequences of at most `length` token ids. ValueError names the
+    file, and a line without text."""
     path = Path(path)
     for name, value in (("calibration samples", num_samples), ("calibration length", length)):
         if value < 1:
@@ -53,8 +51,6 @@ def calibration_sequences(
 
 
 def _sequences_from_jsonl(path: Path, tokenizer: Any, length: int) -> Iterator[list[int]]:
-    """Yield the token ids of each text and conversation, at most `length`. ValueError for a line
-    with neither."""
     for location, row in read_jsonl(str(path)):
         text, messages = row.get("text"), row.get("messages")
         conversations = _conversations_in(row)
@@ -71,7 +67,7 @@ def _sequences_from_jsonl(path: Path, tokenizer: Any, length: int) -> Iterator[l
         for conversation in conversations:
             try:
                 yield ChatTokenizer(tokenizer).encode_chat(conversation, open_turn=False)[:length]
-            # The template raises ValueError; messages that are not objects raise AttributeError.
+            # ValueError is the template's, AttributeError of messages that are not objects
             except (ValueError, AttributeError) as error:
                 raise ValueError(
                     f"calibration: {location}: messages: the chat template refuses them ({error})"
@@ -79,8 +75,6 @@ def _sequences_from_jsonl(path: Path, tokenizer: Any, length: int) -> Iterator[l
 
 
 def _conversations_in(row: dict[str, Any]) -> list[list[Any]] | None:
-    """Return the conversations, as messages, of a line that `lowroll eval` or a run wrote: [] of
-    one without responses, None for lines of others."""
     if row.get("kind") in ("asked", "scored", "batch"):
         return []
     prompt, responses = row.get("prompt"), row.get("responses")
@@ -119,9 +113,8 @@ def first_requests(
     num_prompts: int,
     n: int,
 ) -> list[Request]:
-    """Return requests of `n` responses each to `texts` or, without any, to the run's first
-    `num_prompts` prompts, less those that are too long. They have the run's sampling without cuts:
-    log-probs are to be those of the whole distribution."""
+    """Return requests of `n` responses each to `texts`, else to the run's first `num_prompts`
+    prompts that fit. The sampler is not truncated: log-probs are of the whole distribution."""
     run_sampling = orchestrator.sampling(cfg)
     sampling = replace(
         run_sampling, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, min_tokens=0
@@ -140,7 +133,7 @@ def first_requests(
     envs = list(environments.make(cfg.env, cfg.seed).values())
     max_prompt_tokens = prompts.longest(cfg, spec)
     requests = []
-    for i in range(num_prompts):  # of each environment in turns
+    for i in range(num_prompts):
         env, position = envs[i % len(envs)], i // len(envs)
         draw = draw_at(env, env.name, position, "train", chat, sampling, n, cfg.seed)
         if len(draw.request.prompt_ids) <= max_prompt_tokens:

@@ -1,8 +1,4 @@
-"""The checkpoints that a run resumes from and writes.
-
-`Checkpointing` finds the newest undamaged checkpoint and checks that it is this run's;
-`learner.Learner.restore` and `batches.BatchSource.restore` load from it.
-"""
+"""The checkpoints that a run resumes from and writes."""
 
 from __future__ import annotations
 
@@ -24,21 +20,20 @@ log = logging.getLogger(__name__)
 
 Tensors = dict[str, dict[str, Any]]
 State = dict[str, Any]
-# The keys of a checkpoint's manifest. Supervised runs have no cache_tokens.
 META = {"command", "config", "base", "read", "step", "tensors", "cache_tokens"}
 SFT_META = META - {"cache_tokens"}
 
 
 class Checkpointing:
-    """The checkpoints of one run. With `resume`, `found` is the one to continue; ValueError when it
-    is another run's."""
+    """The checkpoints of one run. `found` is the one to continue; ValueError when it is another
+    run's."""
 
     def __init__(self, home: RunFolder, resume: bool) -> None:
         self.home = home
         self.found = self._find() if resume else None
         self.base = ""
         self.inputs: dict[str, str] = {}
-        self._newest: int | None = None  # step
+        self._newest: int | None = None
         self._seconds: dict[str, float] = {}
 
     @cached_property
@@ -46,7 +41,6 @@ class Checkpointing:
         return identity.run_inputs(self.home.cfg, self.home.command)
 
     def _find(self) -> Checkpoint | None:
-        """Return the checkpoint to continue; None when the run begins again."""
         home = self.home
         try:
             checkpoint = home.store.load(home.asked_step, verified=home.verified)
@@ -61,11 +55,8 @@ class Checkpointing:
         return checkpoint
 
     def _refuse_other_run(self, checkpoint: Checkpoint) -> None:
-        """Raise ValueError when a checkpoint's settings or inputs are not this run's, or when it
-        lacks a piece."""
         meta, cfg = checkpoint.meta, self.home.cfg
-        # Older checkpoints lack two pieces. They are refused for that last, as the other reasons
-        # say more to the user.
+        # Pieces that older checkpoints lack are refused last, as the other reasons say more.
         later_pieces = {"read": None, "cache_tokens": None}
         check_pieces("checkpoint", {**later_pieces, **meta}, META)
         saved_settings = yaml.safe_load(meta["config"])
@@ -88,7 +79,6 @@ class Checkpointing:
             raise ValueError(f"{key}: {num_steps}, and the run has made {checkpoint.step} steps")
 
     def _written(self) -> dict[str, Any]:
-        """Return the settings in config.yaml. ValueError when it is damaged."""
         path = self.home.path / CONFIG
         damage = (
             f"{path}: damaged, and there is no checkpoint to go on with: --overwrite begins again"
@@ -102,19 +92,18 @@ class Checkpointing:
         return settings
 
     def _may_change(self, saved: Checkpoint, before: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the settings that may change too, after a run that ended for lack of a signal."""
+        """Return more settings that may change after a run that ended without a learning signal."""
         final_step = (read_meta(self.home.final) or {}).get("step")
         ended_early = final_step == saved.step < before["train"]["max_steps"]
         return identity.FOR_SIGNAL if ended_early else ()
 
     def identify(self, base: str, beside: Mapping[str, str] | None = None) -> None:
-        """Set the digests of the initial weights and of other inputs."""
+        """Set the digests of the initial weights and other inputs."""
         self.base = base
         self.inputs = self._own_inputs | dict(beside or {})
 
     @property
     def cache_tokens(self) -> int | None:
-        """Return the run's original KV cache size, or None."""
         return None if self.found is None else self.found.meta["cache_tokens"]
 
     def take(self) -> Checkpoint | None:
@@ -138,7 +127,7 @@ class Checkpointing:
         ranks: Ranks = ALONE,
         **meta: object,
     ) -> None:
-        """Save `capture()` after `step`, unless it is saved already. ranks: hold shares of it."""
+        """Save `capture()` after `step`, unless it is saved. ranks: hold shares of it."""
         if self._newest == step:
             return
         began = time.monotonic()
@@ -147,7 +136,7 @@ class Checkpointing:
         if ranks.size == 1:
             self.home.save(step, tensors, state, meta)
         else:
-            from lowroll.trainer import sharded_checkpoint  # imported only for such a run
+            from lowroll.trainer import sharded_checkpoint
 
             if ranks.leads:
                 save_checkpoint = partial(self.home.save, step, tensors, state, meta, ranks.size)

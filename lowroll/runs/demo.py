@@ -1,14 +1,11 @@
-"""`lowroll demo`: a small language model learns a task by GRPO with INT8 rollouts, in minutes on
-two cores.
+"""`lowroll demo`: a small language model learns a task by GRPO with INT8 rollouts, in minutes on two
+cores.
 
-1. Build a Qwen3-shaped model of random weights and a byte-level tokenizer.
-2. Warm-start it by SFT on reverse-text demonstrations: it learns the form and a part of the task.
-3. Train by GRPO with INT8 rollouts and ACR. Evaluate before and after on held-out strings: as
-   sampled in training, at T = 0.5 and greedily, since a sharper policy gains in the first alone.
-4. Measure the INT8 and the dense engines on the same requests, on this model and on larger layers.
-
-The exit code is 1 unless the held-out reward rose by `MIN_GAIN` as sampled and by
-`MIN_GREEDY_GAIN` greedily.
+A Qwen3-shaped model of random weights is warm-started by SFT on reverse-text demonstrations, and
+trained by GRPO with ACR. It is evaluated as sampled in training, at T = 0.5 and greedily, since a
+sharper policy gains in the first alone. The exit code is 1 unless the held-out reward rose by
+`MIN_GAIN` as sampled and by `MIN_GREEDY_GAIN` greedily. At the end the speeds of INT8 and dense
+engines are measured, also on larger layers.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ from lowroll.runs.grpo import run
 from lowroll.runs.sft import warm_start
 from lowroll.types import Request
 
-MARK = ".lowroll-demo"  # marks a demo folder, which may be replaced
+MARK = ".lowroll-demo"  # in a demo folder, which may be replaced
 MIN_GAIN = 0.15
 MIN_GREEDY_GAIN = 0.03
 HELD_OUT = 256
@@ -76,7 +73,7 @@ CONFIG: dict[str, Any] = {
     "use_cache": True,
 }
 
-# Six layers of Qwen2.5-0.5B: large enough for low precision to pay on a laptop.
+# Six layers of Qwen2.5-0.5B, where low precision is faster on a laptop.
 LARGER: dict[str, Any] = {
     **CONFIG,
     "hidden_size": 896,
@@ -163,7 +160,7 @@ def build_model(folder: Path, seed: int, config: Mapping[str, Any]) -> Path:
 def settings(
     base: Mapping[str, Any], model: str | Path, folder: Path, seed: int, device: str
 ) -> RunConfig:
-    """Return a demo's settings, for a model and a run in `folder`."""
+    """Return a demo's settings, for a run in `folder`."""
     return from_mapping(
         {
             **base,
@@ -199,8 +196,7 @@ def held_out_metrics(
     count: int | None = None,
     samples: int = 1,
 ) -> dict[str, float]:
-    """Return the metrics of held-out prompts with `samples` responses each, without
-    `eval/<env>/`."""
+    """Return the metrics of held-out prompts, without `eval/<env>/`."""
     (env,) = environments.make(cfg.env, cfg.seed).values()
     sampling = replace(orchestrator.eval_sampling(cfg), temperature=temperature)
     with environments.scorer(cfg, cfg.env) as scorer, phases() as on_phase:
@@ -241,8 +237,8 @@ def engine_speed(cfg: RunConfig, model: Path, formats: tuple[str, ...]) -> dict[
 
 
 def larger_speed(cfg: RunConfig, formats: tuple[str, ...]) -> tuple[float, dict[str, float]]:
-    """Return the parameters, in millions, of layers of a real size, and each format's median tokens
-    a second on 64 sequences, 8 a prompt."""
+    """Return the millions of parameters of larger layers, and each format's median tokens a second
+    on 64 sequences."""
     compute, prompts, length, new_tokens = Compute.of(cfg), 8, 16, 8
     master = initialize(Transformer(spec_from_config(LARGER)), cfg.seed).to(compute.device)
     engines = {
@@ -291,9 +287,9 @@ def _tokens_per_second(engine: Engine, requests: list[Request]) -> float:
 
 
 def main(output_dir: str = "outputs/demo", seed: int = 0, device: str = "auto") -> int:
-    """Run the demo and return the exit code; only an earlier demo in the folder is replaced.
-    ValueError when the folder holds something else."""
-    # A second thread gains a third, and loses much when another process wants the core (docs/LOG.md).
+    """Run the demo and return the exit code. ValueError when the folder holds anything but a
+    demo."""
+    # A second thread gains a third, and loses much on a busy machine (docs/LOG.md).
     torch.set_num_threads(1)
     console = Console()
     began = time.monotonic()
@@ -351,8 +347,7 @@ def verdict(
     greedy: float,
     began: float,
 ) -> int:
-    """Print the gains of the held-out reward; return the exit code. began: on the monotonic
-    clock."""
+    """Print the gains of the held-out reward; return the exit code."""
     sampled_gain, greedy_gain = (after[name] - before[name] for name in ("sampled", "greedy"))
     console.print(
         f"the held-out reward rose by {sampled_gain:.3f} as sampled and by {greedy_gain:.3f} greedily (at least "
@@ -363,7 +358,7 @@ def verdict(
 
 
 def clear(folder: Path, cfg: RunConfig) -> None:
-    """Mark a folder as the demo's, and remove an earlier one's models."""
+    """Mark a folder as the demo's, and remove an earlier demo's models."""
     if folder.exists() and any(folder.iterdir()) and not (folder / MARK).is_file():
         raise ValueError(
             f"output_dir: {folder} is not empty and holds no earlier demo; remove it, or name "
@@ -405,7 +400,7 @@ def summary(
     before: Mapping[str, float],
     after: Mapping[str, float],
 ) -> None:
-    """Print what the run changed. before, after: as by `rewards`."""
+    """Print the run's changes. before, after: by `rewards`."""
     rollout_format = cfg.rollout.weights.upper()
     table = Table("", "before", "after", title="What was measured in this run")
     for name, label in (

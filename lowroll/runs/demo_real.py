@@ -1,11 +1,8 @@
 """`lowroll demo --real`: a pretrained model learns to answer in plain JSON, by GRPO with INT8
 rollouts and LoRA, in minutes on two cores.
 
-1. Evaluate SmolLM2-135M-Instruct, from `lowroll fetch smollm2`, on 48 held-out sentences of the
-   environment `records`. It knows JSON, and mostly writes something around it.
-2. Train; evaluate again, as sampled in training and sharpened; show answers before and after.
-
-All printed numbers are measured in the run. The exit code is as of `lowroll demo`.
+SmolLM2-135M-Instruct knows JSON, and mostly writes something around it. It is evaluated before and
+after on 48 held-out sentences of the environment `records`. The exit code is as of `lowroll demo`.
 """
 
 from __future__ import annotations
@@ -57,7 +54,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def answers(cfg: RunConfig, model: Path) -> list[tuple[str, str]]:
-    """Return some held-out prompts and a model's answers, drawn as in training."""
+    """Return some held-out prompts and the model's answers."""
     compute, chat = Compute.of(cfg), models.tokenizer(model)
     (env,) = environments.make(cfg.env, cfg.seed).values()
     prompts = [env.prompt(i, "test").messages for i in range(SHOWN)]
@@ -75,8 +72,8 @@ def answers(cfg: RunConfig, model: Path) -> list[tuple[str, str]]:
 
 
 def main(output_dir: str = "outputs/demo-real", seed: int = 0, device: str = "auto") -> int:
-    """Run the demo and return the exit code; only an earlier demo in the folder is replaced.
-    ValueError when the folder holds something else, or the model was not fetched."""
+    """Run the demo and return the exit code. ValueError when the folder holds anything but a demo,
+    or the model was not fetched."""
     console = Console()
     began = time.monotonic()
     model, folder = resolve(MODEL), Path(output_dir)

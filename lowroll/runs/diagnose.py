@@ -1,14 +1,13 @@
 """`lowroll diagnose`: the causes of the gap between the rollouts and the learner, on one batch of
 tokens.
 
-Tokens are drawn once, and their log-probs taken at points from the engine to the learner:
+Tokens are drawn once, and scored at points from the engine to the learner:
 
     decode    recorded by the engine while it drew them, under its KV cache
     prefill   the engine's weights again, a whole sequence at a time, without any cache
     aligned   the learner's forward in the engine's low-bit arithmetic (`weights.aligned`)
-    quantized the same on the matrices that the codes stand for, where the format rounds activations
-    dense     the learner's own forward; named `fp8` or `nvfp4` where `train.forward` is that and
-              the rollouts have another format
+    quantized the same on the dequantized matrices, where the format rounds activations
+    dense     the learner's own forward; `fp8` or `nvfp4` if `train.forward` differs from the rollouts
 
 Each step has one cause:
 
@@ -18,12 +17,11 @@ Each step has one cause:
     quantized -> dense     weights (where the format leaves activations alone, from aligned)
 
 Rounding amplifies: an order of sums that differs by 1e-7 flips codes of activations, layer by
-layer, until the rounding errors of both sides are independent. `staleness` is 0: engine and learner
-hold the newest checkpoint.
+layer, until both sides' rounding errors are independent.
 
-In kl_k1, mean(from - to), the causes add up exactly, with signs; a cause's share is its mean |from
-- to| over the sum of all. The tokens are those of `decode`, so k3 estimates a KL divergence only
-for the whole.
+In kl_k1, mean(from - to), the causes add up exactly; a cause's share is its mean |from - to| over
+the sum of all. The tokens are those of `decode`, so k3 estimates a KL divergence only for the
+whole.
 """
 
 from __future__ import annotations
@@ -69,12 +67,11 @@ ADVICE = {
     "kv": "the cache forgets or rounds what the learner sees; correction auto pays for it (sparse "
     "where keys are dropped)",
 }
-# For rounding that an aligned learner removes.
 ALIGNABLE = (
     "the engine rounds activations and the learner does not; correction auto pays for it, and "
     "train.forward aligned makes it vanish"
 )
-# Where the gap is too large for a correction (docs/algorithms.md): the bound of guard.kl_above.
+# The bound of guard.kl_above; a larger gap cannot be corrected (docs/algorithms.md).
 FAR = 0.1  # nats a token
 TOO_FAR = (
     " A KL of {kl:.2g} nats a token is more than a correction can pay for: give the rollouts more bits, "
@@ -115,7 +112,7 @@ class Diagnosis:
 
     @property
     def reading(self) -> str:
-        """Return the largest cause and its remedy, as sentences."""
+        """Describe the largest cause and its remedy."""
         if max(part.logp_diff_max for part in (*self.parts, self.whole)) < NEGLIGIBLE:
             return (
                 f"engine and learner agree: no token differs by {NEGLIGIBLE:g} nats or more, so "
@@ -127,7 +124,7 @@ class Diagnosis:
             part.logp_diff_max for part in self.parts if part.start in ("decode", "prefill")
         ]
         if cause == "rounding" and max(engine_differences, default=0.0) < NEGLIGIBLE:
-            advice = ALIGNABLE  # an aligned learner rounds as the engine does
+            advice = ALIGNABLE
         reading = f"{self.share(cause):.0%} of the gap comes from {cause}: {advice}"
         if cause in ("weights", "rounding") and self.whole.kl_k3 > FAR:
             reading += "." + TOO_FAR.format(kl=self.whole.kl_k3)
@@ -145,9 +142,8 @@ def attribute(
 ) -> tuple[tuple[MismatchPart, ...], MismatchPart]:
     """Return the parts, in the order of CAUSES, and the whole.
 
-    log_probs: the log-probs [N] of the tokens by point, in the points' order, which ends with the
-    learner's own forward. segments: each token's sequence [N]. blames_kv: the cache dropped or
-    rounds keys.
+    log_probs: [N] by point, in order, with the learner's own forward last. segments: each token's
+    sequence [N]. blames_kv: the cache dropped or rounds keys.
     """
     rounds_activations = "quantized" in log_probs
     arithmetic_cause = "rounding" if rounds_activations else "kernels"
@@ -190,9 +186,8 @@ def diagnose(
 ) -> Diagnosis:
     """Draw one batch and score it at every point.
 
-    cfg: of the run, or of a model with rollout.weights. run: a run folder, whose newest checkpoint
-    is used. prompts: user messages; without any `num_prompts` of the environments. n: responses a
-    prompt. ValueError when nothing was drawn or the run cannot be read.
+    run: a run folder, whose newest checkpoint is used. prompts: user messages, else `num_prompts`
+    of the environments. ValueError when nothing was drawn or the run cannot be read.
     """
     run_cfg = cfg.resolved()
     compute = Compute.of(run_cfg)
@@ -225,7 +220,7 @@ def diagnose(
 
 @dataclass(frozen=True)
 class DrawnSequences:
-    """Rollouts with their prompts as token ids, and the engine's log-probs [N] of the responses."""
+    """Rollouts with their prompts, and the engine's log-probs [N] of the responses."""
 
     sequences: list[list[int]]
     prompt_lens: list[int]
@@ -233,7 +228,6 @@ class DrawnSequences:
 
     @property
     def responses(self) -> list[tuple[int, int]]:
-        """Return (prompt length, response length) of each sequence."""
         return [
             (length, len(ids) - length)
             for ids, length in zip(self.sequences, self.prompt_lens, strict=True)
@@ -241,14 +235,13 @@ class DrawnSequences:
 
     @property
     def segments(self) -> Tensor:
-        """Return each token's sequence, [N]."""
+        """Return each token's sequence [N]."""
         sizes = torch.tensor([size for _, size in self.responses])
         return torch.arange(len(sizes)).repeat_interleave(sizes)
 
 
 def draw(engine: Engine, requests: list[Request], temperature: float) -> DrawnSequences:
-    """Draw rollouts, and score them by the engine. ValueError when it cannot, or nothing was
-    drawn."""
+    """Draw and score rollouts. ValueError when the engine cannot score, or nothing was drawn."""
     if not engine.capabilities.scores:
         raise ValueError("diagnose: this engine cannot score given tokens")
     pairs = [
@@ -275,8 +268,8 @@ def learner_points(
     temperature: float,
     forward: str = "dense",
 ) -> dict[str, Tensor]:
-    """Return the learner's points for an engine in `format`, in order: the log-probs [N] of the
-    drawn tokens by point. The model stays aligned with the engine. forward: `train.forward`."""
+    """Return the log-probs [N] at the learner's points, in order. format: the engine's. forward:
+    `train.forward`. The model stays aligned with the engine."""
 
     def scored() -> Tensor:
         return torch.cat(score(model, drawn.sequences, drawn.prompt_lens, temperature)).cpu()
@@ -290,12 +283,12 @@ def learner_points(
         learner_scores = scored()
     if _rounds_activations(model):
         if model.weight_format is not None and last_point == "dense":
-            # An adapter's base is the codes' matrices already; its dense forward rounds nothing.
+            # An adapter's base is the codes' matrices: its dense forward rounds nothing.
             points["quantized"] = learner_scores
         else:
             with aligned.dequantized(model):
                 points["quantized"] = scored()
-    points[last_point] = learner_scores  # after the others: the order is that of `attribute`
+    points[last_point] = learner_scores  # last, in the order of `attribute`
     return points
 
 
@@ -322,7 +315,6 @@ def _with_formats(
 
 
 def _newest_checkpoint(run: Path) -> Checkpoint | None:
-    """Load a run's newest checkpoint. ValueError for a supervised run."""
     store = Store(run / "checkpoints")
     steps = store.steps()
     if not steps:
@@ -334,8 +326,6 @@ def _newest_checkpoint(run: Path) -> Checkpoint | None:
 
 
 def _rollout_format(held: Checkpoint, cfg: RunConfig, weights: str) -> str:
-    """Return the rollouts' format: the guard's fallback, unless another than the run's own is
-    requested. weights: the settings' format."""
     run_weights = yaml.safe_load(held.meta["config"])["rollout"]["weights"]
     if cfg.rollout.weights != run_weights:
         return weights
@@ -357,7 +347,6 @@ def _cache_notes(able: Capabilities, evictions: float) -> list[str]:
 
 
 def _notes(cfg: RunConfig) -> list[str]:
-    """Describe the settings that the diagnosis leaves out, or that change how it reads."""
     rollout = cfg.rollout
     notes: list[str] = []
     sampler = (rollout.top_k, rollout.top_p, rollout.min_p)

@@ -52,15 +52,12 @@ def evaluate(
     each: Mapping[str, int] | None = None,
     out: Path | None = None,
 ) -> Rows:
-    """Return one row an environment, format and cache (`results.rows_of`), and their average over
-    environments.
+    """Return a row for each environment, format and cache (`results.rows_of`), and their averages.
 
-    weights: formats or budgets; "dense" is the run's own dtype. The default is dense and
-    rollout.weights or, where that is not set, the model's own low-bit format. kv: caches; the
-    default is dense and rollout.kv. All use the same prompts, seeds and cache size, which the
-    first unbounded cache sets; a staged run has the lengths of its last stage. each: responses to
-    an example by environment, in place of eval.rollouts_per_example. out: the folder of the
-    results, from which a killed evaluation continues.
+    weights: formats or budgets, by default dense and rollout.weights or the model's own low-bit
+    format. kv: by default dense and rollout.kv. All use the same prompts, seeds, last stage's
+    lengths and cache size, which the first unbounded cache sets. each: responses to an example by
+    environment. out: the folder of the results, from which a killed evaluation continues.
     """
     requested_weights = weights or ["dense", _rollouts(cfg)]
     cfg = engines.with_rollout(cfg.resolved().at(cfg.train.max_steps), engine="native")
@@ -82,13 +79,12 @@ def evaluate(
         for cache, (format, name) in product(caches, names_by_format.items()):
             cfg = _with_kv(cfg, cache)
             engine = engines.make(cfg, compute, model, chat, name, workloads)
-            # The first engine's cache size holds for the next ones too.
             cfg = engines.with_rollout(cfg, cache_tokens=engine.stats().cache_tokens)
             for line in prompts.check(cfg, spec, chat, envs, "test"):
-                if line not in known_warnings:  # once for engines of equal capacity
+                if line not in known_warnings:
                     log.warning("%s", line)
                     known_warnings.add(line)
-            # All engines get the prompts that fit into the smallest cache.
+            # All engines get the prompts that fit the smallest cache.
             cache_cfgs = [_with_kv(cfg, kv_config) for kv_config in caches]
             limits = _TokenLimits(
                 prompt=min(prompts.longest(cache_cfg, spec) for cache_cfg in cache_cfgs),
@@ -101,7 +97,6 @@ def evaluate(
 
 
 def _distinct_caches(caches: Sequence[KvConfig]) -> list[KvConfig]:
-    """Return the caches without repetitions, unbounded ones first."""
     by_name = {cache.name: cache for cache in caches}
     return sorted(by_name.values(), key=lambda cache: cache.evicts)
 
@@ -113,8 +108,7 @@ def evaluate_server(
     each: Mapping[str, int] | None = None,
     out: Path | None = None,
 ) -> Rows:
-    """Return the rows of a served model, drawn as in `evaluate`. ValueError when its context is too
-    short."""
+    """Return the rows of a served model. ValueError when its context is too short."""
     cfg = cfg.resolved().at(cfg.train.max_steps)
     context = server.engine.capabilities.context_length
     max_prompt_tokens = context - cfg.rollout.max_tokens
@@ -136,7 +130,7 @@ def evaluate_server(
 def place(
     cfg: RunConfig, each: Mapping[str, int], given: Path | None, server: Server | None = None
 ) -> Iterator[Path]:
-    """Lock and yield the folder of an evaluation, by default one of the model and its settings."""
+    """Lock and yield the folder of an evaluation."""
     if given is not None:
         folder = given
     elif server is not None:
@@ -154,7 +148,7 @@ class _TokenLimits(NamedTuple):
 
 @dataclass(frozen=True)
 class _Asker:
-    """An evaluation's requests for every engine, and its folder."""
+    """An evaluation's requests for every engine."""
 
     cfg: RunConfig
     chosen: tuple[EnvConfig, ...]
@@ -163,7 +157,7 @@ class _Asker:
     each: Mapping[str, int]
     out: Path | None
     on_phase: PhaseProgress
-    held: Mapping[str, Any] = field(default_factory=dict)  # what else distinguishes engines
+    held: Mapping[str, Any] = field(default_factory=dict)  # distinguishes engines
 
     def ask(
         self,
@@ -184,8 +178,6 @@ class _Asker:
         limits: _TokenLimits,
         about: Mapping[str, str],
     ) -> EngineAnswers:
-        """Draw and score the responses to one environment that are not in the folder; return all
-        of them."""
         began = time.monotonic()
         n = self.each.get(env.name, self.cfg.eval.rollouts_per_example)
         num_examples = self.cfg.eval.count(env.size("test"))
@@ -200,7 +192,7 @@ class _Asker:
             max_prompt_tokens=limits.prompt,
             max_sequence_tokens=limits.sequence,
         )
-        settings = {  # what the responses depend on: the file is refused for other ones
+        settings = {  # the file is refused for other ones
             "env": env.name,
             **self._environment(env.name),
             **about,
@@ -234,7 +226,6 @@ class _Asker:
     def _score(
         self, env: Environment, examples: Sequence[Example], kept: Responses, label: str
     ) -> None:
-        """Score the responses without a score. ScoringFailed when too few get one."""
         unscored = [
             example
             for example in examples
@@ -273,7 +264,6 @@ def _with_kv(cfg: RunConfig, kv: KvConfig) -> RunConfig:
 
 
 def _rollouts(cfg: RunConfig) -> str:
-    """Return the format of the rollouts; where none is set, the model's own low-bit format."""
     weights = cfg.rollout.weights
     if "weights" in cfg.rollout.model_fields_set and weights != STORED:
         return weights

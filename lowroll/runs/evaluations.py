@@ -22,21 +22,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# The metrics that are kept of the second sampler and of the initial model.
 COMPARED = ("reward", "pass_at_1")
 
 
 class EvaluationEngine(EngineClient, Protocol):
     def without_noise(self, version: int) -> AbstractContextManager[None]:
-        """Draw from a version's weights without noise in the block. Afterwards the engine has the
-        bits of a fresh one."""
+        """Draw without noise in the block; restore the engine's exact bits after it."""
         ...
 
 
 class Evaluations:
-    """`eval/*` of a run's policy on the test splits, without noise: before the first step, after
-    every `eval.interval` steps and after the last. `now` are the settings of the step, `version`
-    the policy's."""
+    """`eval/*` of a run's policy on the test splits, without noise."""
 
     def __init__(
         self,
@@ -83,8 +79,6 @@ class Evaluations:
     def _measure(
         self, now: RunConfig, version: int, sampled: bool, next_step: int
     ) -> dict[str, float]:
-        """Return `eval/*`, and where `sampled` also `eval/<env>/sampled_*`: the same prompts, drawn
-        like the rollouts."""
         began = time.monotonic()
         own = orchestrator.eval_sampling(now)
         as_rollouts = orchestrator.sampling(now)
@@ -121,7 +115,6 @@ class Evaluations:
 
 
 def _as_sampled(env: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the compared metrics under the names of the rollouts' sampler."""
     return {
         f"eval/{env}/sampled_{name}": metrics[f"eval/{env}/{name}"]
         for name in COMPARED
@@ -130,9 +123,8 @@ def _as_sampled(env: str, metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def around(first: Mapping[str, float], then: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a step's two evaluations: `first` before it, of which the compared
-    metrics are kept as `<name>_before`, and `then` after it. Either is {} where none was due."""
-    # These end eval/<env>/<name>, and eval/<env>/sampled_<name>.
+    """Merge the metrics of a step's two evaluations; compared ones of `first` are named
+    `<name>_before`."""
     compared_endings = tuple(f"{separator}{name}" for separator in "/_" for name in COMPARED)
     metrics = {
         f"{name}_before": value for name, value in first.items() if name.endswith(compared_endings)

@@ -1,4 +1,4 @@
-"""The export of models: a quantized folder of a dense model, and a run's checkpoint as a folder.
+"""The export of a dense model as a quantized folder, and of a run's checkpoint.
 
     quantize_folder    dense folder -> low-bit folder in a rollout format
     export_run         run folder -> merged   one dense model with the learner's logits
@@ -6,7 +6,7 @@
                                      rollout  what the engine samples from, bit for bit, without noise
 
 `rollout` of a LoRA run is the adapter, with its quantized base in the folder `base`. An adapter
-folder, which states its base (`model.adapter_base`), may replace the run.
+folder (`model.adapter_base`) may replace the run.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ _STORED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 
 @dataclass(frozen=True)
 class Exported:
-    """A written folder and the bytes of its weight files."""
+    """A written folder."""
 
     folder: Path
     format: str  # of the linear weights
     bytes: int
     bytes_before: int
     step: int | None = None  # of the run
-    # merged: of the written model; adapter: of the adapter on the model that it names
+    # of the merged model, or of the adapter on its model
     gap: PolicyGap | None = None
-    note: str | None = None  # what other tools cannot do with the folder
+    note: str | None = None  # limits for other tools
 
 
 def quantize_folder(
@@ -65,11 +65,11 @@ def quantize_folder(
     transform: Callable[[Transformer], object] | None = None,
     device: torch.device | str = "cpu",
 ) -> Exported:
-    """Quantize a dense model's linear weights (a folder or hub id) into the new folder `out`.
+    """Quantize a dense model's linear weights into the new folder `out`.
 
     transform: changes the loaded model in place first (calibration). Other tensors keep their
-    dtype. ValueError, before any writing, for an unknown or dense format, a quantized model or
-    adapter, and unfit sizes; FileExistsError for `out`.
+    dtype. ValueError, before any writing, for an unfit format, model or size; FileExistsError for
+    `out`.
     """
     if get_format(format).dense:
         raise ValueError(f"format: {format} is dense; choose a low-bit format")
@@ -97,12 +97,11 @@ def quantize_folder(
 
 
 def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = None) -> Exported:
-    """Write a run's newest checkpoint, or that of `step`, as the new folder `out`; `kind` is one of
-    KINDS.
+    """Write a run's newest checkpoint, or that of `step`, as the new folder `out`.
 
     ValueError, before any writing, for a folder without a run, an unknown kind, an adapter of a run
-    that trains all weights, or another model than the run began with. FileNotFoundError for a
-    missing checkpoint, FileExistsError for `out`.
+    without one, or another base model. FileNotFoundError for a missing checkpoint, FileExistsError
+    for `out`.
     """
     if kind not in KINDS:
         raise ValueError(f"--as: {kind!r} is not one of {', '.join(KINDS)}")
@@ -144,7 +143,7 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
 
 
 def _settings_of(run: Path) -> RunConfig:
-    """Return a run's settings, without `rollout.exact`: any machine may export."""
+    """Return a run's settings without `rollout.exact`: any machine may export."""
     if not (run / "config.yaml").is_file():
         raise ValueError(
             f"{run}: not a run folder (no config.yaml), nor an adapter's (no adapter_config.json)"
@@ -172,12 +171,10 @@ def _export_adapter(folder: Path, out: Path, kind: str, step: int | None) -> Exp
 
 
 def _load_learner(cfg: RunConfig, saved: Checkpoint, run: Path) -> tuple[Transformer, Compute]:
-    """Load the learner after the checkpoint's step, on the CPU in the run's dtype. ValueError when
-    the model's weights are not those that the run began with."""
     cfg = cfg.model_copy(update={"device": "cpu"})
     cpu_compute = Compute.of(cfg)
     dtypes = [cpu_compute.dtype]
-    if cfg.dtype == "auto":  # it depended on the run's device; the digest of the weights tells
+    if cfg.dtype == "auto":  # it depended on the run's device; the weights' digest decides
         dtypes = [torch.float32, torch.bfloat16]
     for dtype in dtypes:
         compute = replace(cpu_compute, dtype=dtype)
@@ -193,7 +190,6 @@ def _load_learner(cfg: RunConfig, saved: Checkpoint, run: Path) -> tuple[Transfo
 def _save_merged(
     model: Transformer, out: Path, source: Path, batch: Batch | None = None
 ) -> PolicyGap | None:
-    """Save the learner as one dense model; return its gap, from rounded sums."""
     scores_before = None if batch is None else scores(model, batch)
     hf.save(lora.merge(dequantize_base(model)), out, tokenizer_from=source)
     if batch is None or scores_before is None:
@@ -202,13 +198,12 @@ def _save_merged(
 
 
 def _save_rollout(rollout: Transformer, out: Path, source: Path) -> str | None:
-    """Save the engine's model; of one with an adapter the adapter, and its base in the folder
-    `base`. Return what other tools cannot do with it. source: of the tokenizer."""
+    """Save the engine's model, with an adapter's base in `base`. Return limits for other tools."""
     adapters = {name: linear.adapter for name, linear in rollout.linears()}
     if all(adapter is None for adapter in adapters.values()):
         hf.save(rollout, out, tokenizer_from=source)
         return _compatibility_note(rollout)
-    for _, linear in rollout.linears():  # for the files of the base alone
+    for _, linear in rollout.linears():
         linear.adapter = None
     base_files = hf.contents(rollout)
     for name, linear in rollout.linears():

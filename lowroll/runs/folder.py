@@ -4,8 +4,8 @@
     about.json, metrics.jsonl, rollouts/, offending/, checkpoints/, final/, logs/, environments/, .lock, report.html
     rollout_weights.json    of a run whose rollout.weights is a budget
 
-Only a run's own files are removed or overwritten: by name in a folder with a run's config.yaml,
-checkpoints and final/ by their manifests. Anything in the way is refused at the start.
+Only a run's own files are replaced: by name beside a run's config.yaml, checkpoints and final/ by
+their manifests. Anything in the way is refused at the start.
 """
 
 from __future__ import annotations
@@ -69,25 +69,24 @@ def resumes_by_config(cfg: RunConfig) -> bool:
 
 
 class RunFolder:
-    """`output_dir` of a configuration, for runs of grpo or sft. alone: one process makes the run;
-    with roles the orchestrator writes the rollouts (`runs.roles`)."""
+    """`output_dir` of a configuration. alone: False for a run with roles, whose orchestrator writes
+    the rollouts (`runs.roles`)."""
 
-    verified = False  # whether the requested checkpoint was just verified
+    verified = False  # the requested checkpoint was just verified
 
     def __init__(self, cfg: RunConfig, command: str, alone: bool = True) -> None:
         self.alone = alone
-        self.attempt = 0  # the number of this launch, with the lock
+        self.attempt = 0  # of this launch
         self.cfg = cfg
         self.command = command
         self.path = Path(cfg.output_dir)
         self.final = self.path / FINAL
         self.store = Store(self.path / "checkpoints", cfg.ckpt.keep_last, cfg.ckpt.keep_interval)
         self.space = Space(cfg.ckpt.wait_for_space)
-        self.recorder: Recorder  # of a begun or resumed run
-        self.published = False  # whether final/ is of this attempt
-        self.trackers: Trackers | None = None  # of such a run, until the attempt ends
-        # The step of the checkpoint to resume from; None is the newest. A restarted role resumes
-        # where it was.
+        self.recorder: Recorder
+        self.published = False  # final/ is of this attempt
+        self.trackers: Trackers | None = None
+        # None is the newest. A restarted role resumes where it was.
         resume_step = cfg.ckpt.resume_step
         self.asked_step = None if resume_step == -1 or not alone else resume_step
 
@@ -122,7 +121,7 @@ class RunFolder:
         )
 
     def check(self, resume: bool = False, overwrite: bool = False) -> None:
-        """Raise ValueError naming what makes the folder unusable; nothing is changed."""
+        """Raise ValueError naming what makes the folder unusable; change nothing."""
         _check_writable(self.path)
         command = self.made_by()
         if resume:
@@ -151,9 +150,7 @@ class RunFolder:
             )
 
     def _obstacles(self, command: str | None, overwrite: bool) -> Iterator[str]:
-        """Yield a sentence on each thing that a run would overwrite although no run made it.
-        command: of the run here, if any. overwrite: the run here is to be removed, with its
-        batches and checkpoints."""
+        """Describe each thing that a run would overwrite although no run made it."""
         for name in (self.store.folder.name, LOGS, ENVIRONMENTS, *BATCHES):
             path = self.path / name
             if os.path.lexists(path) and not path.is_dir():
@@ -181,12 +178,12 @@ class RunFolder:
     # -- beginning and going on --------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Finish what a dead attempt was replacing or removing."""
+        """Finish a dead attempt's replacement or removal."""
         settle_folder(self.final)
         self.store.clean()
 
     def keep(self, texts: Mapping[Path, str]) -> None:
-        """Write files of environments, unless they exist."""
+        """Write environments' files that do not exist yet."""
         for path, text in texts.items():
             if not path.exists():
                 path.parent.mkdir(exist_ok=True)
@@ -211,7 +208,7 @@ class RunFolder:
         self._track(0)
 
     def resume(self, step: int, about: Mapping[str, str]) -> None:
-        """Cut the folder back to the checkpoint of a step, and apply the current settings."""
+        """Truncate the folder to a step's checkpoint, and apply the current settings."""
         for difference in computed_otherwise(self.path, about):
             log.warning(
                 "resumed elsewhere, so not bit for bit as the run would have gone on: %s",
@@ -246,8 +243,7 @@ class RunFolder:
         self.trackers = Trackers(self.cfg.track, tracked_run)
 
     def keep_batch(self, name: str, batch: Batch) -> Path:
-        """Write a batch into the folder `name`, one of BATCHES; return its file. `rollouts` leave
-        out the tokens that caches dropped."""
+        """Write a batch into one of BATCHES; return its file. `rollouts` omit evictions."""
         folder = self.path / name
         if name == "rollouts":
             batch = without_evictions(batch)
@@ -282,7 +278,6 @@ class RunFolder:
         self.space.write(path, lambda: write_file(path, (first_line + self._settings).encode()))
 
     def _clear_roles(self) -> None:
-        """Remove the roles' shared files."""
         orchestrator = self.path / "orchestrator"
         for path in _entries(orchestrator / "spool"):
             if _SPOOL_FILE.fullmatch(path.name):
@@ -297,7 +292,6 @@ class RunFolder:
                 remove_published(path, broadcasts)
 
     def _clear(self) -> None:
-        """Remove a run's files except logs and environments; the settings go last."""
         if self.made_by() is None:
             return
         # Checkpoints go first, so that a run with a checkpoint has all its files.
@@ -339,7 +333,6 @@ def _remove_if_published(folder: Path, trash: Path) -> None:
 
 
 def _check_writable(folder: Path) -> None:
-    """Raise ValueError when a folder cannot be made or written."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"output_dir: {folder} is not a folder")
     existing_parent = next(

@@ -1,4 +1,4 @@
-"""The search of formats for a budget (`weights.budget`), on responses of the dense model."""
+"""The search of formats for a budget (`weights.budget`), on the dense model's responses."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from lowroll.types import Request, Sample
 from lowroll.weights.budget import Allocation, Calibration, allocate
 
 NUM_PROMPTS = 8
-RESPONSE_TOKENS = 48  # most tokens of each
+RESPONSE_TOKENS = 48  # at most, for each response
 SAMPLES, LONG_TOKENS = 8, 128  # responses to each prompt and their tokens, for calibrated rounding
-TEXT_TOKENS = 128  # of each piece of a text
-PROMPT_TOKENS = 1024  # most tokens of each prompt before a response
-NAMED = 8  # layers named in a report
+TEXT_TOKENS = 128  # of each piece
+PROMPT_TOKENS = 1024  # at most, before a response
+NAMED = 8  # layers in a report
 PROMPTS = (
     "Write a short story about a lighthouse.",
     "Natalia sold clips to 48 friends in April, and half as many in May. How many in all?",
@@ -56,8 +56,8 @@ def of_model(
     dtype: torch.dtype | None = None,
     text: Path | None = None,
 ) -> str:
-    """Return the format of `weights` for a model without a run. text: what is measured on
-    (`calibration_sequences`); by default responses to PROMPTS."""
+    """Return the format of `weights` for a model without a run. text: by default responses to
+    PROMPTS."""
     if not is_budget(weights):
         return weights
     cfg = from_mapping({"model": str(source), "rollout": {"weights": weights}})
@@ -76,8 +76,7 @@ def of_model(
 
 
 def search(cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -> Allocation:
-    """Search formats for the settings' budget, on the dense model's responses to the run's
-    prompts."""
+    """Search formats on the dense model's responses to the run's prompts."""
     model = _dense_model(cfg, compute)
     with phases() as on_phase:
         on_phase("budget: draw", 0, 1)
@@ -113,7 +112,6 @@ def refuse_model(cfg: RunConfig) -> None:
 
 
 def _dense_model(cfg: RunConfig, compute: Compute) -> Transformer:
-    """Return the run's model before rounding. ValueError as by `refuse_model`."""
     refuse_model(cfg)
     model = hf.load(cfg.model, compute.device, compute.dtype).requires_grad_(False)
     if cfg.train.uaq_scale is not None:
@@ -147,8 +145,6 @@ def _draw(
     n: int = 1,
     most: int = RESPONSE_TOKENS,
 ) -> Calibration:
-    """Return `n` responses of the dense model to each prompt of `texts`, or of the run's
-    environments, in an engine of the size that they need. most: tokens of a response."""
     prompt_requests = first_requests(cfg, model.spec, chat, texts, NUM_PROMPTS, n)
     longest = max(len(request.prompt_ids) for request in prompt_requests)
     space = model.spec.max_position - longest
@@ -180,13 +176,12 @@ def _draw(
 
 
 def _pages_in_tokens(request: Request, page_size: int) -> int:
-    """Return the cache tokens that a response reserves: whole pages, and one more."""
     tokens = len(request.prompt_ids) + request.max_tokens
     return (-(-tokens // page_size) + 1) * page_size
 
 
 def calibration_of(samples: Sequence[Sample]) -> Calibration:
-    """Return the beginnings of responses after the ends of their prompts, alternating between
+    """Return the starts of responses after the ends of their prompts, alternating between
     groups."""
     answered = [sample for sample in samples if sample.group >= 0 and sample.rollout.token_ids]
     answered.sort(key=lambda sample: sample.rollout.behavior.sample)

@@ -4,8 +4,7 @@
         orchestrator.step(step)      draws and scores rollouts of policy version step - 1
         trainer.step()               learns from them, and publishes version `step` into the engine
 
-A checkpoint holds both halves, so a resumed run repeats the uninterrupted one bit for bit. With
-vLLM it draws other tokens (docs/usage.md).
+A resumed run repeats the uninterrupted one bit for bit, except with vLLM (docs/usage.md).
 """
 
 from __future__ import annotations
@@ -49,21 +48,21 @@ def run(
     resume: bool = False,
     overwrite: bool = False,
 ) -> RunResult:
-    """Train as a YAML file, a nested mapping or a RunConfig says; return the run folder and its
-    records. overrides: dotted keys, {"train.max_steps": 20}.
+    """Train by a YAML file, a nested mapping or a RunConfig. overrides: dotted keys,
+    {"train.max_steps": 20}.
 
-    In Python an environment's `id` may be a class, `reward_funcs` functions, and `data` rows: see
-    `lowroll.envs.cells`.
+    In Python an environment's `id` may be a class, `reward_funcs` functions, and `data` rows
+    (`lowroll.envs.cells`).
 
-    ValueError, before training, names what is wrong with configuration, model, data or folder. A
-    folder with a begun run is refused; `resume` continues its newest undamaged checkpoint;
-    `overwrite` replaces only the run's files. SIGINT, SIGTERM and SIGHUP finish the step, write a
-    checkpoint and return. A run whose dynamic sampling finds no learning signal ends early.
+    ValueError, before training, names the invalid setting, model, data or folder. A folder with a
+    begun run is refused; `resume` continues its newest undamaged checkpoint; `overwrite` replaces
+    only the run's files. A signal ends it with a checkpoint (`runs.stop`), a missing learning
+    signal early.
     """
     cfg, environment_files = configuration.read(config, overrides or {})
     resume = resume or resumes_by_config(cfg)
     if cfg.launcher != "none":
-        from lowroll.runs.roles.supervisor import launch  # imported only for such a run
+        from lowroll.runs.roles.supervisor import launch
 
         return launch(cfg, environment_files, resume=resume, overwrite=overwrite)
     if problems := one_process_problems(cfg):
@@ -94,8 +93,7 @@ def _train(training_run: Run, first_step: int, stack: ExitStack) -> RunResult:
 
 
 class Run:
-    """A run with both halves in one process. `stack` closes its engine and its workers. With
-    `resume`, ValueError when the newest checkpoint is another run's."""
+    """A run with both halves in one process. `stack` closes its engine and workers."""
 
     def __init__(self, home: RunFolder, stack: ExitStack, resume: bool = False) -> None:
         self.home = home
@@ -131,8 +129,6 @@ class Run:
         self.stop = Stop()
 
     def _checked_outline(self) -> Transformer:
-        """Return the model's shapes. ValueError when the settings do not fit them, or the engine is
-        not there."""
         cfg = self.home.cfg
         engines.check(cfg)
         outline = models.outline("model", cfg.model, self.compute)
@@ -170,8 +166,7 @@ class Run:
         return 1
 
     def resume(self) -> int:
-        """Continue from the newest undamaged checkpoint, or begin again without one; return the
-        next step."""
+        """Continue from the newest undamaged checkpoint, or begin; return the next step."""
         checkpoint = self.learner.restore()
         if checkpoint is None:
             return self.begin()
@@ -179,7 +174,7 @@ class Run:
         return self.learner.go_on(checkpoint)
 
     def step(self, step: int) -> Record:
-        """Make one training step; return its record and any due evaluation."""
+        """Make one training step; return its record with any due evaluation."""
         began = time.monotonic()
         with self.stop.droppable():
             metrics_before = self.batches.before(step, self.learner.version)

@@ -1,6 +1,6 @@
 """The upload of a run's folder to the Hugging Face hub, with a model card.
 
-The token is the hub's login or HF_TOKEN. It is in no setting, file or log of lowroll's.
+The token is the hub's login or HF_TOKEN; no setting, file or log of lowroll has it.
 """
 
 from __future__ import annotations
@@ -40,11 +40,10 @@ def check(name: str | None) -> None:
 
 
 def push(folder: Path, name: str, run: Path, kind: str) -> str:
-    """Upload a run's folder to the private repository `name`, created if missing; return its
-    address.
+    """Upload a folder to the private repository `name`, created if missing; return its address.
 
-    ValueError for a folder whose base lies inside it, which others could not load; RunFailed when
-    the hub refuses or is not reached.
+    ValueError for a folder with its own base, which others could not load; RunFailed when the hub
+    refuses.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HfHubHTTPError
@@ -97,7 +96,7 @@ def offer(final: Path, cfg: RunConfig) -> None:
 
 
 def card(folder: Path, name: str, run: Path, kind: str) -> str:
-    """Return the README.md of an upload: front matter, provenance, last metrics, how to load it."""
+    """Return the README.md of an upload."""
     cfg = load(run / "config.yaml") if (run / "config.yaml").is_file() else None
     sections = [f"# {name.partition('/')[2]}", *_own_card_text(folder)]
     if cfg is not None:

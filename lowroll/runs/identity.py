@@ -1,5 +1,4 @@
-"""The identity of a checkpoint's run: its settings and its other inputs, which a resumed run must
-share.
+"""The identity of a checkpoint's run: the settings and inputs that a resumed run must share.
 
     model                        config.json by key, the files of its tokenizer and chat template
     train.teacher, critic.model  config.json by key
@@ -7,8 +6,8 @@ share.
     env                          its Python file, and every file that one of its arguments names
     advantage_function           its file, and those that its arguments name
 
-are recorded by values and SHA-256 digests; weights have digests of their own (`weights.publish`).
-Not covered: modules that an environment's file imports, folders, data sets of the hub, packages.
+Files are recorded by SHA-256 digests; `weights.publish` has digests of the weights. Not covered:
+modules imported by an environment's file, folders, hub data sets, packages.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from lowroll.model.families.base import MixtureSpec, Rope
 from lowroll.model.folder import TOKENIZER_FILES, resolve
 from lowroll.model.spec import ModelSpec, read_config, read_spec
 
-# Settings that may differ between a run and its resumption: they do not change what a step computes.
-# The guard and `no_signal` act between steps; the number of GPUs changes only the order of sums.
+# A resumption may change these: they do not affect a step's computation. The number of GPUs changes
+# only the order of sums.
 MAY_CHANGE = (
     "output_dir",
     "ckpt",
@@ -56,9 +55,9 @@ MAY_CHANGE = (
     "train.gpus",
     "train.sharding",
 )
-# These too, after a run that ended for lack of a learning signal.
+# After a run that ended without a learning signal.
 FOR_SIGNAL = ("dapo.dynamic_sampling", "dapo.max_rounds")
-# Settings that older checkpoints lack, with the values that they had.
+# Settings that older checkpoints lack, with their values then.
 ADDED: dict[str, object] = {
     "rollout.engine": "native",
     "rollout.max_model_len": None,
@@ -79,7 +78,7 @@ ADDED: dict[str, object] = {
 TEACHER = "train.teacher: weights"
 CONFIG = "config.json: "  # prefix of its keys
 ADVANTAGES = "advantage_function: "  # prefix of its files
-# Fields of a spec that runs record always.
+# Fields of a spec that are always recorded.
 FIRST_FIELDS = frozenset(
     {
         *("architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers"),
@@ -88,7 +87,7 @@ FIRST_FIELDS = frozenset(
         *("experts_per_token", "moe_intermediate_size", "norm_topk_prob"),
     }
 )
-# Fields of a mixture that runs record by other names.
+# Recorded names of a mixture's fields.
 MIXTURE_NAMES = {
     "expert_size": "moe_intermediate_size",
     "shared_size": "shared_expert_size",
@@ -101,7 +100,7 @@ IDLE_FILES = ("generation_config.json",)  # its ends of sequence are recorded wi
 
 
 def run_inputs(cfg: RunConfig, command: str = "grpo") -> dict[str, str]:
-    """Return the inputs of a run beside settings and weights: name -> value or digest."""
+    """Return a run's inputs beside settings and weights: name -> value or digest."""
     inputs = {f"model: {CONFIG}{key}": value for key, value in _config_values(cfg.model).items()}
     folder = resolve(cfg.model)
     inputs |= {
@@ -149,8 +148,8 @@ def _config_values(source: str | Path, key: str = "model") -> dict[str, str]:
 
 
 def _spec_values(spec: ModelSpec) -> dict[str, str]:
-    """Return a spec's fields as the first runs recorded them, so that old checkpoints compare: a
-    field that came later stands there only where it is not at its default."""
+    """Return a spec's fields as the first runs recorded them: later fields only if they are not at
+    their default."""
     values = {}
     parts: tuple[ModelSpec | MixtureSpec, ...] = (spec, spec.mixture)
     for part in parts:
@@ -161,7 +160,7 @@ def _spec_values(spec: ModelSpec) -> dict[str, str]:
                 continue
             if name in FIRST_FIELDS or value != field.default:
                 values[name] = repr(value)
-    # The first runs knew one rope for all layers, and norms of heads only.
+    # The first runs knew one rope, and norms of heads only.
     rope = spec.ropes[0]
     values["rope_theta"] = repr(rope.theta)
     values["rope_scaling"] = _describe_scaling(rope)
@@ -173,7 +172,6 @@ def _spec_values(spec: ModelSpec) -> dict[str, str]:
 
 
 def _describe_scaling(rope: Rope) -> str:
-    """Return the scaling of a rope as the first runs recorded it, which knew Llama 3's alone."""
     scaling = rope.scaling
     if scaling is None or scaling.kind != "llama3":
         return repr(scaling)
@@ -192,7 +190,6 @@ def _files_of_env(env: EnvConfig) -> Iterator[tuple[str, Path]]:
 
 
 def _files_named_in(args: Mapping[str, object]) -> Iterator[tuple[str, Path]]:
-    """Yield (name, path) of each existing file that arguments name."""
     for key, value in args.items():
         for text in texts(value):
             prefix, colon, _ = text.partition(".py:")  # a function of a file
@@ -216,8 +213,7 @@ def _digest(path: Path) -> str:
 
 
 def refuse_other_files(saved: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
-    """Raise ValueError naming inputs that differ from the saved ones. saved: None of old
-    checkpoints."""
+    """Raise ValueError naming inputs that differ from the saved ones (None in old checkpoints)."""
     if saved is None:
         raise ValueError(
             "resume: the checkpoint is of an older lowroll and does not say what the run reads "
@@ -236,8 +232,8 @@ def refuse_other_files(saved: Mapping[str, str] | None, now: Mapping[str, str]) 
 def refuse_other_settings(
     saved: dict[str, Any], cfg: RunConfig, more: tuple[str, ...] = (), of: str = "the checkpoint"
 ) -> None:
-    """Raise ValueError naming settings that differ from those of the checkpoint (or the run) and
-    may not. more: settings that may change too."""
+    """Raise ValueError naming settings that differ and may not. more: settings that may change
+    too."""
     saved_settings = ADDED | _flatten({"chat_template_kwargs": {}} | renamed_tree(saved))
     current_settings = _flatten(cfg.tree())
     may_change = (*_may_change(cfg), *more)
@@ -253,7 +249,6 @@ def refuse_other_settings(
 
 
 def _may_change(cfg: RunConfig) -> list[str]:
-    """Return MAY_CHANGE, and the length of a run over which nothing is scheduled."""
     settings = [*MAY_CHANGE]
     is_constant = cfg.train.lr_scheduler_type == "constant"
     if is_constant and cfg.rollout.temp_scheduler is None and cfg.noise is None:
@@ -266,7 +261,7 @@ def _may_change(cfg: RunConfig) -> list[str]:
 
 
 def refuse_to_remove(gone: Iterable[Path], cfg: RunConfig) -> None:
-    """Raise ValueError when the settings name what a new run would remove."""
+    """Raise ValueError when the settings name a file that a new run would remove."""
     removed = [path.resolve() for path in gone]
     settings = {key: value for key, value in cfg.tree().items() if key != "output_dir"}
     for text in texts(settings):
@@ -280,7 +275,6 @@ def refuse_to_remove(gone: Iterable[Path], cfg: RunConfig) -> None:
 
 
 def _differences(key: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the differences of two settings as deep as they can be named: (key, before, after)."""
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
         for i, (old, new) in enumerate(zip(before, after, strict=True)):
             yield from _differences(f"{key}[{i}]", old, new)
@@ -292,8 +286,7 @@ def _differences(key: str, before: Any, after: Any) -> Iterator[tuple[str, Any, 
 
 
 def _is_moved_file(before: object, after: object) -> bool:
-    """Return whether two settings are paths of files of one name, the later of which is there:
-    digests cover what the files hold."""
+    """Return whether a file of the same name replaces a path; digests cover the contents."""
     if not isinstance(before, str) or not isinstance(after, str):
         return False
     is_same_name = os.path.basename(before) == os.path.basename(after)
@@ -303,7 +296,6 @@ def _is_moved_file(before: object, after: object) -> bool:
 def _raise_if_changed(
     what: str, before: Mapping[str, Any], after: Mapping[str, Any], show: Callable[[Any], str]
 ) -> None:
-    """Raise ValueError naming the first keys that differ. show: formats a value."""
     changed_keys = sorted(
         key for key in before.keys() | after.keys() if before.get(key) != after.get(key)
     )

@@ -1,5 +1,4 @@
-"""The half of a run that learns: the model, its trainer, the mismatch monitor, checkpoints and
-records.
+"""The learning half of a run: model, trainer, mismatch monitor, checkpoints and records.
 
 One process joins it to `runs.batches`; as a role it is `lowroll train`.
 """
@@ -55,17 +54,15 @@ class Publisher(Protocol):
     weights: str  # the format of the rollouts
 
     @property
-    def cache_tokens(self) -> int | None:
-        """The size of the engine's KV cache, if known."""
-        ...
+    def cache_tokens(self) -> int | None: ...
 
     @property
     def hidden_bytes(self) -> int:
-        """Device memory of the engine that torch does not count."""
+        """Return the engine's device memory that torch does not count."""
         ...
 
     def publish(self, version: int) -> Mapping[str, float]:
-        """Publish the learner's weights as a version; return `weights/*` of the changes."""
+        """Publish the learner's weights; return `weights/*` of the changes."""
         ...
 
     def update(self, version: int) -> None: ...
@@ -77,8 +74,7 @@ class Publisher(Protocol):
 
 @dataclass(frozen=True)
 class Policy:
-    """The model that learns, of which each of `ranks` may hold a part, and its tokenizer. base: the
-    digest of the initial weights."""
+    """The model that learns and its tokenizer. base: the digest of the initial weights."""
 
     model: Transformer
     base: str
@@ -90,7 +86,7 @@ class Policy:
     def load(
         cls, cfg: RunConfig, chat: ChatTokenizer, compute: Compute, ranks: Ranks = ALONE
     ) -> Policy:
-        """Load the model. ValueError as by `refuse_others`."""
+        """Load the model. ValueError as in `refuse_others`."""
         model = models.learner(cfg, compute)
         base_digest = digest(model)
         refuse_others(ranks, base_digest, cfg)
@@ -104,9 +100,8 @@ def refuse_others(ranks: Ranks, base: str, cfg: RunConfig) -> None:
 
 
 class Learner:
-    """The learner of a run. deadline_s: the longest wait for a batch. All ranks make the same calls
-    and follow rank 0's monitor. whole: the model as it is saved, where ranks hold parts; the
-    publisher keeps it up to date."""
+    """The learner of a run. All ranks make the same calls and follow rank 0's monitor. deadline_s:
+    for a batch. whole: the model to be saved, if ranks hold parts; the publisher updates it."""
 
     def __init__(
         self,
@@ -150,9 +145,9 @@ class Learner:
             before_first=self._first_look,
             deadline_s=deadline_s,
         )
-        self.made = 0  # the last step
-        self._batch: Batch | None = None  # its batch
-        self.drawn: State = {}  # the orchestrator's state after the last batch
+        self.made = 0
+        self._batch: Batch | None = None
+        self.drawn: State = {}
 
     @property
     def version(self) -> int:
@@ -166,8 +161,8 @@ class Learner:
         return about(self.cfg, self.compute, self.model.spec)
 
     def restore(self) -> Checkpoint | None:
-        """Restore the newest undamaged checkpoint, before `go_on`; None when there is none.
-        ValueError when it is another run's."""
+        """Restore the newest undamaged checkpoint, before `go_on`, or return None. ValueError for
+        another run's."""
         checkpoint = self.checkpoints.take()
         if checkpoint is None:
             return None
@@ -183,7 +178,7 @@ class Learner:
         return checkpoint
 
     def go_on(self, saved: Checkpoint) -> int:
-        """Publish a restored checkpoint's weights, cut the run folder back, and return the next
+        """Publish a restored checkpoint's weights, truncate the run folder, and return the next
         step."""
         self.heed_monitor()
         self.publisher.publish(self.version)
@@ -254,7 +249,6 @@ class Learner:
         return metrics
 
     def _agree(self) -> None:
-        """Give all ranks the monitor's state of rank 0."""
         if self.ranks.size > 1:
             leader_state = self.ranks.tell(json.dumps(self.monitor.state()).encode())
             self.monitor.restore(json.loads(leader_state))
@@ -290,7 +284,6 @@ class Learner:
         )
 
     def _peak_memory(self) -> int:
-        """Return the peak bytes on the device, on a CPU of the process."""
         if self.compute.device.type == "cuda":
             return torch.cuda.max_memory_allocated() + self.publisher.hidden_bytes
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,11 +1,5 @@
-"""The monitor of the distance between rollouts and learner, and of the settings that follow from
-it.
-
-    first look   before the first update: what `correction: auto` chose is widened while it silences
-                 over half of the batch
-    guard        after every step: bounds are tightened, or the rollouts get another format
-                 (`trainer.guard`)
-"""
+"""The monitor of the distance between rollouts and learner, and of the settings that follow: before
+the first update (`Monitor.first_look`) and after every step (`trainer.guard`)."""
 
 from __future__ import annotations
 
@@ -22,13 +16,13 @@ from lowroll.trainer.probe import Probe
 
 log = logging.getLogger(__name__)
 
-# The share of tokens, or of sequences, that an objective may silence before any update.
+# The share of tokens or sequences that an objective may silence before any update.
 MOST_SILENT = 0.5
 MAX_WIDENED = 4
 
 
 class Monitor:
-    """The guard and the first look of a run. budget: of the rollouts' format, if any."""
+    """The guard and the first look of a run. budget: of the rollouts' format."""
 
     def __init__(self, cfg: RunConfig, budget: str = "") -> None:
         self.cfg = cfg
@@ -37,7 +31,7 @@ class Monitor:
         self.expects_bits = cfg.rollout.exact and not (
             is_asynchronous or rollouts_of(cfg).truncated
         )
-        self.widened = 0  # doublings of the exponent of what `correction: auto` chose
+        self.widened = 0  # doublings of the exponent
         self.on_note: Callable[[str], object] = log.info
 
     @property
@@ -56,8 +50,7 @@ class Monitor:
         return options
 
     def first_look(self, first: Probe | None, now: RunConfig) -> dict[str, float]:
-        """Return `spread/*` of the mismatch before the first update, and widen the thresholds that
-        `correction: auto` chose while they silence over half of the batch."""
+        """Return `spread/*` of the mismatch before the first update, and widen the thresholds."""
         if first is None:
             return {}
         for line in first.findings(self.options(now)):
@@ -86,7 +79,7 @@ class Monitor:
             )
 
     def look(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return `guard/*` of a step; its decisions hold from the next one on."""
+        """Return `guard/*` of a step; decisions hold from the next one on."""
         if step == 1 and metrics.get("kv/evictions") == 0:
             policy = self.cfg.rollout.cache.policy
             self.on_note(
@@ -145,7 +138,6 @@ def fallen_to(state: Mapping[str, Any]) -> str | None:
 
 
 def _format_of(guard_state: Mapping[str, Any]) -> str | None:
-    """Return the format of a guard's state, registered; None for the initial one."""
     if guard_state.get("formats"):
         mixed.read(guard_state["formats"])
     elif not guard_state.get("fallbacks"):

@@ -45,10 +45,9 @@ class PolicyGap:
 def publish_adapter(
     cfg: RunConfig, model: Transformer, out: Path, batch: Batch | None, step: int
 ) -> PolicyGap | None:
-    """Publish a learner's adapter after `step` as the new folder `out`, with its gap in the card.
+    """Publish a learner's adapter as the new folder `out`, with its gap on `batch` in the card.
 
-    batch: what the gap is measured on. Return None without a batch, for an unchanged base, or
-    without memory for a second model.
+    Return None without a batch, for an unchanged base, or without memory for a second model.
     """
     scale = cfg.train.uaq_scale or 1.0
     source = resolve(cfg.model)
@@ -61,7 +60,7 @@ def publish_adapter(
     gap = None
 
     def write(target: Path) -> None:
-        nonlocal gap  # measured on the written adapter, for its card and for the caller
+        nonlocal gap
         lora.write(model, target, cfg.model, source, scale, revision)
         if batch and is_base_changed:
             gap = _measure_gap(source, target, model, batch)
@@ -73,8 +72,6 @@ def publish_adapter(
 
 
 def _measure_gap(source: Path, adapter: Path, model: Transformer, batch: Batch) -> PolicyGap | None:
-    """Measure the gap of an adapter folder on a model folder; None without memory for a second
-    model."""
     needed_bytes = 1.25 * model.spec.num_parameters * model.dtype.itemsize + (2 << 30)
     free_bytes = free_memory(model.device)
     try:
@@ -105,8 +102,7 @@ def newest_batch(run: Path, step: int, most: int = 4096) -> Batch | None:
 
 
 def excerpt(batch: Batch, most: int = 4096) -> Batch | None:
-    """Return at most `most` tokens of a batch's rollouts, alternating between groups, without
-    dropped ones; None without any."""
+    """Return at most `most` tokens of a batch's rollouts, alternating between groups, or None."""
     kept_samples: list[Sample] = []
     tokens_left = most
     learned_samples = [sample for sample in batch.samples if sample.group >= 0]
@@ -119,13 +115,13 @@ def excerpt(batch: Batch, most: int = 4096) -> Batch | None:
 
 
 def scores(model: Transformer, batch: Batch) -> Tensor:
-    """Return `token_scores` of the dense forward, without noise, at the batch's temperature."""
+    """Return `token_scores` of the dense forward, without noise."""
     with aligned.suspended(model), noise.muted(model):
         return token_scores(model, batch, batch.temperature)
 
 
 def token_scores(model: Transformer, batch: Batch, temperature: float) -> Tensor:
-    """Return the log-probs [N] of a batch's response tokens as the model is, on the CPU."""
+    """Return the log-probs [N] of a batch's response tokens, on the CPU."""
     sequences = [sample.prompt_ids + sample.rollout.token_ids for sample in batch.samples]
     prompt_lens = [len(sample.prompt_ids) for sample in batch.samples]
     return torch.cat(score(model, sequences, prompt_lens, temperature)).cpu()

@@ -1,9 +1,7 @@
-"""The checks of `--dry-run`: what would end a run before its first step, found in seconds without
-writing.
+"""The checks of `--dry-run`, which find in seconds what would end a run before its first step.
 
-Environments are made, and a few of their own answers go through a real scoring worker. Of models
-only the configuration, the tokenizer and the headers of the weights are read. All problems are
-collected.
+Nothing is written. A few of the environments' own answers are scored in a real worker. Of models
+only configuration, tokenizer and headers are read.
 """
 
 from __future__ import annotations
@@ -47,13 +45,12 @@ from lowroll.trainer.sft import encode_all
 from lowroll.types import Prompt, Score, ScoreError
 
 T = TypeVar("T")
-ANSWERS = 8  # an environment's own answers that are scored
+ANSWERS = 8  # scored for each environment
 
 
 @dataclass
 class Findings:
-    """The results of the checks: lines of the plan, notes that deserve a second look, problems that
-    would end the run."""
+    """The results of the checks: lines of the plan, notes, and problems that would end the run."""
 
     lines: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -110,7 +107,6 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
 
 
 def _place(cfg: RunConfig, found: Findings) -> devices.Placement | None:
-    """Check the run's processes; return where they are."""
     if cfg.launcher == "none":
         found.problems += one_process_problems(cfg)
         found.notes += one_process_notes(cfg)
@@ -123,8 +119,6 @@ def _place(cfg: RunConfig, found: Findings) -> devices.Placement | None:
 
 
 def _with_formats(cfg: RunConfig, found: Findings) -> RunConfig:
-    """Return the settings with the folder's format for `stored`, and 8 bits in place of a budget,
-    whose search needs a run."""
     weights = cfg.rollout.weights
     if cfg.launcher != "none" or not (weights == STORED or is_budget(weights)):
         return cfg
@@ -186,7 +180,6 @@ def look_at_sft(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
 
 
 def _learner(cfg: RunConfig, compute: Compute, found: Findings) -> Transformer:
-    """Return the learner's shapes. ValueError for settings that it does not support."""
     models.refuse_adapter("model", cfg.model)
     model = _outline("model", cfg.model, compute, found)
     models.refuse_backward(cfg, compute, model.spec)
@@ -202,7 +195,6 @@ def _learner(cfg: RunConfig, compute: Compute, found: Findings) -> Transformer:
 
 
 def _outline(key: str, source: str, compute: Compute, found: Findings) -> Transformer:
-    """Return a model's shapes, with the headers of local weights checked."""
     folder = resolve(source, weights=False, key=key)
     if Path(source).expanduser().is_dir():
         spec, _, _ = read_headers(folder)
@@ -231,12 +223,11 @@ def _ask(
     found: Findings,
     chat: ChatTokenizer | None,
 ) -> None:
-    """Check a few tasks of an environment: prompts, own answers, and their scores."""
     try:
         size = env.size("train")
         count = ANSWERS if size is None else min(ANSWERS, size)
         prompts = [env.prompt(index) for index in range(count)]
-    except Exception as error:  # an environment's code may raise anything; continue with the next
+    except Exception as error:  # an environment's code may raise anything
         found.problems.append(
             f"env {env.name!r}: no prompt could be drawn ({type(error).__name__}: {error})"
         )
@@ -282,7 +273,6 @@ def _score_by_worker(
     found: Findings,
     chat: ChatTokenizer | None,
 ) -> list[Score | ScoreError]:
-    """Return the scores of one real worker; [] when there is none."""
     env_configs = tuple(env_config for env_config in cfg.env if env_config.name == env.name)
     one_worker_cfg = cfg.model_copy(update={"score": cfg.score.model_copy(update={"workers": 1})})
     tasks = [(_prompt_for_scorer(prompt, text, cfg, chat), text) for prompt, text in responses]
@@ -312,7 +302,6 @@ def _vllm_memory(cfg: RunConfig, compute: Compute) -> str:
 
 
 def _check_settings(cfg: RunConfig) -> None:
-    """Build the settings of the learner's parts. ValueError for invalid ones."""
     for build in (trainer.learn, trainer.optim, trainer.guard, trainer.noise):
         build(cfg)
     if cfg.train.optimizer == "adamw8bit":

@@ -1,7 +1,4 @@
-"""Sampling settings of papers' evaluations, by name, for `lowroll eval --preset`. No torch.
-
-What a paper does not say is listed as such; the value is then this file's choice.
-"""
+"""Sampling settings of papers' evaluations, by name, for `lowroll eval --preset`. No torch."""
 
 from __future__ import annotations
 
@@ -13,8 +10,7 @@ from lowroll.types import nearest
 
 @dataclass(frozen=True)
 class Preset:
-    """The sampling settings and sets of a paper. n: responses to an example, each: of single
-    sets."""
+    """The sampling settings and sets of a paper. n: responses to an example; each: by set."""
 
     name: str
     sets: str
@@ -24,7 +20,7 @@ class Preset:
     max_tokens: int | None = None  # None: as the run's
     n: int = 1
     each: Mapping[str, int] = field(default_factory=dict)
-    chosen: str = ""  # what the source does not say
+    chosen: str = ""  # our choices, which the source leaves open
 
     @property
     def settings(self) -> dict[str, object]:

@@ -16,7 +16,7 @@ from lowroll.config.train import TrainConfig
 from lowroll.runs.attempt import RunResult
 from lowroll.runs.grpo import run
 
-# The sections whose settings may be given without their section's name.
+# Their settings may be given without the section's name.
 SECTIONS: dict[str, type[Section]] = {"rollout": RolloutConfig, "train": TrainConfig}
 
 
@@ -34,8 +34,8 @@ def train(
 
     data: a file, folder or hub id, the `data:` section as a mapping, a list of rows, or a data set
     of `datasets`. reward_funcs: functions, or `file.py:function`; none: `answer`. settings: keys of
-    the YAML file (`output_dir="outputs/first"`), and those of `rollout` and `train` by their own
-    names (`weights="int8"`). ConfigError names an unknown one with the nearest known.
+    the YAML file, and those of `rollout` and `train` by their own names (`weights="int8"`).
+    ConfigError for an unknown one.
     """
     data_settings = {
         "data": data,

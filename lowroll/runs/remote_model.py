@@ -1,7 +1,6 @@
 """A model behind an address, for `lowroll generate` and `lowroll eval`.
 
-Token ids travel, so a local tokenizer is needed: `--tokenizer`, or that of the served model, where
-its name is a local folder or a hub id.
+Token ids travel, so a local tokenizer is needed: `--tokenizer`, or that of the served name.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ def reach(
     token_env: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> Server:
-    """Connect to the engine at an address. model: a name that it serves; the first by default.
-    token_env: the environment variable with its token.
+    """Connect to the engine at an address. model: by default the first served one. token_env: the
+    environment variable with its token.
 
-    ValueError for a missing tokenizer or an unsupported server; RunFailed when it does not answer.
+    ValueError for a missing tokenizer or an unsupported server; RunFailed without an answer.
     """
     tokenizer_folder = given_chat = None
     if tokenizer is not None:
@@ -70,8 +69,8 @@ def _read_token(name: str | None) -> str | None:
 
 
 def _connect(url: str, model: str | None, token: str | None, folder: Path | None) -> EnginePool:
-    """Connect to the engine. folder: of the tokenizer; a whole model's supplies what a vLLM does
-    not report. ValueError names the command's option in the place of `connect`'s argument."""
+    """Connect to the engine. A whole model in the tokenizer's folder supplies what a vLLM does not
+    report."""
     from lowroll.engine.remote import connect
 
     is_model = folder is not None and (folder / "config.json").is_file()

@@ -1,5 +1,4 @@
-"""The responses of an evaluation on disk: one file for each set and engine, from which a killed
-evaluation continues.
+"""The responses of an evaluation on disk, from which a killed evaluation continues.
 
     {"kind": "asked", ...}         the settings, which must be the same when the file is reopened
     {"kind": "drawn", "id", ...}   the responses to one example
@@ -27,7 +26,7 @@ _LINE_KEYS = ("kind", "crc")
 
 
 class Responses:
-    """The examples of one set and engine; without a path in memory only. ValueError names the first
+    """The examples of one set and engine; in memory without a path. ValueError names the first
     setting that differs from the file's."""
 
     def __init__(self, path: Path | None, asked: Mapping[str, Any]) -> None:
@@ -44,8 +43,8 @@ class Responses:
             self._append([{"kind": "asked", **asked}])
 
     def missing(self, draws: Sequence[PromptDraw]) -> list[PromptDraw]:
-        """Return the draws without responses, and give the others' examples their prompts, which
-        the file does not hold. ValueError when one had another prompt."""
+        """Return the draws without responses, and give the other examples their prompts. ValueError
+        for a different prompt."""
         missing = []
         for draw in draws:
             id, prompt_digest = draw.request.id, _prompt_digest(draw)
@@ -103,8 +102,6 @@ class Responses:
             self._lines += len(sealed_lines)
 
     def _read(self, path: Path, asked: dict[str, Any]) -> None:
-        """Read the file, and cut off a torn last line. ValueError when it is damaged, or was drawn
-        with other settings than `asked`."""
         entries = _read_complete_lines(path)
         self._lines = len(entries)
         for number, entry in enumerate(entries, 1):
@@ -130,8 +127,8 @@ class Responses:
 
 
 def _read_complete_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file's lines, and remove a torn last line. ValueError when another
-    line is damaged."""
+    """Return the objects of a file's lines, and remove a torn last line. ValueError for other
+    damage."""
     data = path.read_bytes()
     is_torn = not data.endswith(b"\n")
     objects, problems = read_objects(path) if data else ([], [])

@@ -1,8 +1,7 @@
-"""The results of an evaluation: a row of metrics for each engine and environment, their table, and
-the files written next to the responses.
+"""The results of an evaluation: rows of metrics, their table, and the files beside the responses.
 
-    results.json    the rows
-    failures.html   the unsolved examples
+results.json    the rows
+failures.html   the unsolved examples
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ AVERAGE = "average"
 RESULTS = "results.json"
 PAGE = "failures.html"
 FOLDER = Path("outputs/eval")
-# Settings that do not affect responses.
 _IGNORED_SETTINGS = (
     "output_dir",
     "name",
@@ -45,15 +43,15 @@ _IGNORED_SETTINGS = (
 
 @dataclass(frozen=True)
 class EngineAnswers:
-    """One engine's answers to one environment. won: whether each example's majority answer is
-    right."""
+    """One engine's answers to one environment. won: the correctness of each example's majority
+    answer."""
 
     env: str
     about: dict[str, str]
     examples: list[Example]
     won: list[bool] | None
     seconds: float
-    left_out: int = 0  # examples whose prompt is too long
+    left_out: int = 0  # prompts that are too long
 
     @property
     def shares(self) -> dict[str, float]:
@@ -62,8 +60,7 @@ class EngineAnswers:
 
 
 def shown(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return the rows as a table: (names of the columns, cells of each line), shares in percent,
-    without columns that say nothing."""
+    """Return (column names, cells of each line), without uninformative columns."""
     engine_keys = [
         key for key in ("weights", "kv", "server", "model") if any(key in row for row in rows)
     ]
@@ -87,9 +84,9 @@ def shown(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
         "seconds": partial(_format, "seconds", ",.0f"),
     }
     if not any((row.get("n") or 1) > 1 for row in rows):
-        for name in ("k", "pass@k %", "maj@k %"):  # of several responses to an example
+        for name in ("k", "pass@k %", "maj@k %"):  # need several responses to an example
             del columns[name]
-    # Besides "-", what a column says of an evaluation in which nothing went wrong.
+    # Beside "-", the texts without problems.
     usual_texts = {"too long": "0", "env failed": "0", "unscored %": "0.0"}
     head, cells = [], []
     for name, format_cell in columns.items():
@@ -122,12 +119,12 @@ def _format_difference(row: dict[str, Any]) -> str:
 def rows_of(measured: Sequence[EngineAnswers], seed: int = 0) -> list[dict[str, Any]]:
     """Return a row for each engine and environment, and an average over several environments.
 
-    Keys: env, what answered, examples, n (responses to each), reward, pass_at_1 with its interval
+    Keys: env, the engine, examples, n (responses to each), reward, pass_at_1 with its interval
     (low, high), avg_at_k, pass_at_k and maj_at_k with k = n, pass_at (by k), length_mean in tokens,
     truncated, no_answer and unscored (shares of responses), env_failed (conversations), left_out,
-    seconds; for every engine after the first also difference, difference_low and difference_high:
-    its pass@1 less that of the first, paired by example. Intervals are 95 % percentiles of a
-    bootstrap over examples.
+    seconds; after the first engine also difference, difference_low and difference_high: its pass@1
+    less the first's, paired by example. Intervals are 95 % percentiles of a bootstrap over
+    examples.
     """
     answers_by_engine: dict[tuple[str, ...], list[EngineAnswers]] = {}
     for answers in measured:
@@ -142,8 +139,6 @@ def rows_of(measured: Sequence[EngineAnswers], seed: int = 0) -> list[dict[str, 
 def _rows_of_engine(
     measured: Sequence[EngineAnswers], baseline: Sequence[EngineAnswers] | None, seed: int
 ) -> list[dict[str, Any]]:
-    """Return the rows of one engine. baseline: the first engine's answers to the same environments,
-    for the differences; None for itself."""
     rows = []
     for position, answers in enumerate(measured):
         row = _make_row(answers, seed)
@@ -190,7 +185,6 @@ def _make_row(one: EngineAnswers, seed: int) -> dict[str, Any]:
 
 
 def _pass_at(examples: Sequence[Example], k: int) -> float | None:
-    """Return pass@k over the examples with at least k scored responses."""
     solved = [example.solved for example in examples if len(example.solved) >= k]
     if not solved:
         return None
@@ -217,8 +211,6 @@ def _average_row(
 def _paired_difference(
     side: Sequence[EngineAnswers], base: Sequence[EngineAnswers], seed: int
 ) -> dict[str, float]:
-    """Return the difference of an engine's pass@1 (`side`) to the first one's (`base`), over the
-    examples that both scored, and its interval."""
     differences_by_env = []
     for answers, base_answers in zip(side, base, strict=True):
         shares, base_shares = answers.shares, base_answers.shares
@@ -232,8 +224,7 @@ def _paired_difference(
 def folder_of(
     cfg: RunConfig, each: Mapping[str, int], model: Path | None, server: str | None = None
 ) -> Path:
-    """Return the default folder of an evaluation. Other settings, or another or newer file in the
-    model's folder, have another one."""
+    """Return an evaluation's default folder, by its settings and the model's files."""
     model_files: list[list[Any]] = []
     if model is not None:
         for entry in sorted(os.scandir(model), key=lambda entry: entry.name):
@@ -265,12 +256,11 @@ def leave(
 
 
 def failures(measured: Sequence[EngineAnswers]) -> dict[str, list[Failure]]:
-    """Return the examples of each environment to which some engine gave an unsolved response, with
-    all engines' attempts."""
+    """Return the examples with an unsolved response, with all engines' attempts."""
     failures_by_env: dict[str, list[Failure]] = {answers.env: [] for answers in measured}
     for name, env_failures in failures_by_env.items():
         per_engine = [answers for answers in measured if answers.env == name]
-        # All engines have the same examples, in one order.
+        # All engines have the same examples in one order.
         for same_example in zip(*(side.examples for side in per_engine), strict=True):
             responses = [response for example in same_example for response in example.responses]
             if all(response.solved for response in responses):
@@ -282,7 +272,6 @@ def failures(measured: Sequence[EngineAnswers]) -> dict[str, list[Failure]]:
 
 
 def _summarize_attempt(side: EngineAnswers, example: Example) -> Attempt:
-    """Count an engine's solved responses to an example, and quote the first unsolved one."""
     unsolved = next((response for response in example.responses if not response.solved), None)
     return Attempt(
         ", ".join(side.about.values()),

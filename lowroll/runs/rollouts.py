@@ -1,6 +1,5 @@
 """The engine of a run: built for its workloads, updated after every step, replaced when the guard
-falls back to another format.
-"""
+falls back to another format."""
 
 from __future__ import annotations
 
@@ -28,9 +27,8 @@ log = logging.getLogger(__name__)
 
 
 class RolloutEngine:
-    """The engine over a learner's weights, as the orchestrator's client. planner: sizes its cache.
-    cache_tokens: of a resumed run; ValueError when they do not fit. `cfg` has the cache size filled
-    in."""
+    """The engine over a learner's weights, as the orchestrator's client. cache_tokens: of a resumed
+    run; ValueError when they do not fit. `cfg` has the cache size."""
 
     def __init__(
         self,
@@ -51,7 +49,7 @@ class RolloutEngine:
         self.cfg = engines.with_rollout(cfg, cache_tokens=self.cache_tokens)
         self.noise = trainer.noise(cfg)
         self.in_flight: InFlight = "replay" if cfg.asynchrony.partial == "replay" else "keep"
-        # The owner may set this: it is called before the engine is replaced, with what is in flight.
+        # Set by the owner; called before the engine is replaced.
         self.before_end: Callable[[], object] = lambda: None
         self.watch = self._watch()
 
@@ -72,7 +70,6 @@ class RolloutEngine:
 
     @property
     def cache_tokens(self) -> int | None:
-        """The size of the KV cache of lowroll's own engine."""
         return self.engine.stats().cache_tokens if self.cfg.rollout.engine == "native" else None
 
     def generate(self, requests: list[Request], on_progress: Progress | None = None) -> list[Group]:
@@ -91,8 +88,7 @@ class RolloutEngine:
         return self.engine.so_far(handle)
 
     def publish(self, version: int) -> Mapping[str, float]:
-        """Load a version's weights into the engine; return `weights/*`. RunFailed when they are not
-        there afterwards."""
+        """Load a version's weights; return `weights/*`. RunFailed if they did not arrive."""
         self.update(version)
         self._check_arrival(version)
         return {} if self.watch is None else self.watch.measure()
@@ -135,15 +131,14 @@ class RolloutEngine:
         return self.engine.stats().virtual_memory_bytes
 
     def change_format(self, weights: str) -> None:
-        """Replace the engine by one of another format, with a smaller cache where the old size
-        does not fit beside it."""
+        """Replace the engine by one of another format, with a smaller cache if need be."""
         cfg = self.cfg
         if cfg.train.forward == "aligned":
             realign(self.model, self.compute.format(weights))
         self.before_end()
         self.engine.close()
         del self.engine, self.watch
-        machine.collect_garbage()  # the engine and its scheduler hold each other
+        machine.collect_garbage()  # the engine and its scheduler reference each other
         try:
             self.engine = engines.make(cfg, self.compute, self.model, self.chat, weights)
         except NoRoom as error:
@@ -162,8 +157,7 @@ class RolloutEngine:
         self.engine.warm_up()
 
     def _check_arrival(self, version: int) -> None:
-        """Compare one block of the engine, another at each version, with what the learner's
-        weights make of it."""
+        """Compare one block of the engine, another at each version, with the learner's."""
         block = version % self.model.spec.num_layers
         name = self.engine.first_difference(self.model, block)
         if name is not None:

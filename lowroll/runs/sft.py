@@ -1,5 +1,4 @@
-"""`lowroll sft`: a supervised warm start. `warm_start` is the training alone, as a part of
-something larger."""
+"""`lowroll sft`: a supervised warm start."""
 
 from __future__ import annotations
 
@@ -52,11 +51,10 @@ _SFT = Mirror(SftSettings, SftConfig, TrainConfig, RunConfig, given=("optim",))
 
 
 def run_sft(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) -> RunResult:
-    """Train as `cfg.sft` (and `cfg.train` for shared settings) says; return the run folder and its
-    records.
+    """Train by `cfg.sft`, and `cfg.train` for shared settings.
 
-    The trained model or adapter is `output_dir/final`. Folder, `resume`, `overwrite` and signals as
-    by `lowroll.run`.
+    The trained model or adapter is `output_dir/final`. Other arguments and signals are as in
+    `lowroll.run`.
     """
     refuse_ranks(cfg)
     cfg = cfg.resolved()
@@ -81,8 +79,7 @@ def refuse_ranks(cfg: RunConfig) -> None:
 
 
 def warm_start(cfg: RunConfig, source: Path, target: Path) -> dict[str, float]:
-    """Train the model of folder `source` and publish it as folder `target`; return the last
-    metrics."""
+    """Train the model of folder `source`, publish it as `target`, and return the last metrics."""
     cfg = cfg.model_copy(update={"model": str(source)})
     learner = _build_learner(cfg, Compute.of(cfg))
     metrics: dict[str, float] = {}
@@ -95,8 +92,7 @@ def warm_start(cfg: RunConfig, source: Path, target: Path) -> dict[str, float]:
 
 
 class SftRun:
-    """The parts of one supervised run. ValueError when the checkpoint to resume is another
-    run's."""
+    """A supervised run."""
 
     def __init__(self, home: RunFolder, resume: bool) -> None:
         self.cfg = home.cfg
@@ -147,10 +143,9 @@ def publish(cfg: RunConfig, learner: SftLearner, step: int, target: Path) -> Non
 
 @contextmanager
 def progress(steps: int) -> Iterator[Callable[[Record], str]]:
-    """Yield `show(record)`, which returns a step's line, moves the bar at a terminal and prints the
-    lines of some steps."""
+    """Yield `show(record)`, which returns a step's line, moves the bar and prints some lines."""
     began = time.monotonic()
-    first_step = 0  # of this attempt; a resumed one begins later than step 1
+    first_step = 0
     with phases() as on_phase:
 
         def show(record: Record) -> str:
@@ -210,8 +205,8 @@ def _describe_run(cfg: RunConfig, compute: Compute, learner: SftLearner) -> Mapp
 
 
 def plain(cfg: RunConfig) -> RunConfig:
-    """Return the settings without what belongs to the run that follows, such as the aligned
-    forward and a rollout budget. ValueError for an adapter on the base of a budget."""
+    """Return the settings without those of the following run. ValueError for an adapter on a
+    budget's base."""
     dense_settings = {"uaq_scale": None, "forward": "dense", "backward": "dense"}
     if is_budget(cfg.rollout.weights):
         if cfg.train.lora:
@@ -238,16 +233,15 @@ def examples(cfg: RunConfig) -> list[Demonstration]:
 def demonstrations(
     envs: Sequence[tuple[Environment, float]], count: int, seed: int = 0
 ) -> list[Demonstration]:
-    """Return gold answers of tasks of the train splits, `count` if there are as many, at most one a
-    task. envs: environments with their weights in the draw.
+    """Return at most `count` gold answers of training tasks, one for each task. envs: with weights.
 
-    Tasks without an answer are skipped, and an environment is left after 2 * count tasks, since an
-    endless one may have no answers. ValueError names the environments if none has any.
+    An environment is left after 2 * count tasks, since an endless one may have no answers.
+    ValueError if none has any.
     """
     rng = random.Random(f"demonstrations/{seed}")
     examples: list[Demonstration] = []
     next_tasks = [0] * len(envs)
-    open_envs = list(range(len(envs)))  # those that may have further tasks, by index
+    open_envs = list(range(len(envs)))
     while open_envs and len(examples) < count:
         open_weights = [envs[e][1] for e in open_envs]
         drawn = rng.choices(open_envs, open_weights)[0]

@@ -6,7 +6,7 @@ from lowroll.config import RunConfig
 
 
 class Stages:
-    """The current settings `now`: the run's own, overlaid with those of the begun stages."""
+    """The current settings `now`."""
 
     def __init__(self, cfg: RunConfig) -> None:
         self.cfg = cfg
@@ -19,7 +19,7 @@ class Stages:
         return bool(self.cfg.stages)
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Return the stage of a step, counted from 1, and its length; {} without stages."""
+        """Return the stage of a step, counted from 1, and its length, or {}."""
         if not self.cfg.stages:
             return {}
         num_begun = sum(stage.step <= step for stage in self.cfg.stages)

@@ -1,7 +1,7 @@
 """The request to stop: SIGINT, SIGTERM and SIGHUP let a run finish its step and write a checkpoint.
 
-first signal     the step ends as usual; one that still generates or scores after DROP_S is dropped
-second signal    its usual effect; within ECHO_S it counts as the first, as shells often send two
+first signal     a step that still generates or scores after DROP_S is dropped
+second signal    its usual effect; within ECHO_S it is ignored, as shells often send two
 END_S later      the process ends without a checkpoint
 """
 
@@ -22,18 +22,18 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-DROP_S = 20.0  # batch systems kill 30 s or more after their signal, and a checkpoint takes time too
+DROP_S = 20.0  # batch systems kill after 30 s or more, and a checkpoint takes time too
 END_S = 600.0
 ECHO_S = 1.0
 SPEAK_S = 10.0  # for a log line
 
 
 class StepDropped(Exception):
-    """A dropped step. Nothing was learned in it."""
+    """A dropped step, from which nothing was learned."""
 
 
 class Stop:
-    """The request to stop a run, true once it was made; `signal` is its signal, else 0."""
+    """The request to stop a run, true once it was made. signal: 0 before."""
 
     def __init__(self) -> None:
         self.signal = 0
@@ -52,7 +52,7 @@ class Stop:
 
     @contextmanager
     def droppable(self) -> Iterator[None]:
-        """Mark the block as droppable: nothing has been learned in it."""
+        """Mark the block as droppable: nothing is learned in it."""
         self._droppable = True
         try:
             yield
@@ -77,7 +77,6 @@ class Stop:
             self._speaker.join(SPEAK_S)
 
     def _wait(self) -> None:
-        """Log the signal, and end a run that has not stopped after END_S."""
         name = signal.Signals(self.signal).name
         log.warning(
             "%s: finishing this step, then stopping. A step that still generates in %.0f s is "
@@ -102,8 +101,8 @@ class Stop:
 
 
 def leave_lost_outputs() -> None:
-    """Redirect a closed terminal or a broken pipe to nowhere: what closes the reader often stops
-    the run too, which must still reach its checkpoint."""
+    """Redirect a closed terminal or broken pipe to nowhere, so that the run still reaches its
+    checkpoint."""
     for descriptor in (1, 2):
         poll = select.poll()
         poll.register(descriptor, 0)
@@ -115,7 +114,7 @@ def leave_lost_outputs() -> None:
 
 @contextmanager
 def polite_stop() -> Iterator[Stop]:
-    """Let SIGNALS request a stop in the block. An ignored one (nohup) stays ignored."""
+    """Let SIGNALS request a stop in the block. An ignored signal (nohup) stays ignored."""
     stop = Stop()
     previous_handlers: dict[int, Any] = {}
 

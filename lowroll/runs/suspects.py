@@ -1,22 +1,22 @@
 """Faults of a set-up that show in a run's first batch, named before the first update.
 
-With l the learner's log-prob of a sampled token, b the recorded one, w = exp(l - b) and H the entropy
-of the learner's distribution there:
+With l the learner's log-prob of a sampled token, b the recorded one, w = exp(l - b) and H the
+entropy of the learner's distribution there:
 
-    coverage    E[w] is 1 when the sampler can draw every token. With top-p, top-k or min-p behind
-                recorded log-probs that were renormalized it is the share of the mass that was kept.
-    surprise    E[-l - H] is 0 for tokens drawn from the distribution that l is of, negative when the
-                sampler was narrower than what was recorded, positive when it was wider. A mismatch of
-                KL k can move it by up to sqrt(2 k) standard deviations of -l - H; a rare token that
-                was not drawn by Bernstein's bound.
-    distance    mean |l - b| is explained by the rounding of the dtype, with the learner in the rollouts'
-                arithmetic. For a larger one variants of the learner score an excerpt: other
-                temperatures, rotary bases and scalings of positions. One that comes close is named.
-    prompts     a model finds prompts as unlikely as random text when they are not in its own tokens, and
-                a template's marks are single tokens of its own tokenizer.
+    coverage    E[w] is 1 when the sampler can draw every token. If top-p, top-k or min-p is hidden
+                behind renormalized log-probs, it is the share of the mass that was kept.
+    surprise    E[-l - H] is 0 for tokens drawn from l's distribution, negative when the sampler was
+                narrower than recorded, positive when it was wider. A mismatch of KL k can move it by
+                up to sqrt(2 k) standard deviations of -l - H; a rare token that was not drawn by
+                Bernstein's bound.
+    distance    Rounding explains mean |l - b|, with the learner in the rollouts' arithmetic. For a
+                larger one variants of the learner score an excerpt: other temperatures, rotary
+                bases and scalings. A close one is named.
+    prompts     Foreign tokens are as unlikely as random text, and a foreign template's marks are
+                several tokens.
 
-All are estimates from one batch, each needs SIGMAS standard errors, and a finding is a warning. What
-the rollouts' own settings cut, evict or add as noise is no fault.
+Each needs SIGMAS standard errors, and a finding is a warning. Cuts, evictions and noise of the
+rollouts' own settings are no fault.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ log = logging.getLogger(__name__)
 
 SIGMAS = 6.0
 LEAST_TOKENS = 200  # for the statistics of a sampler
-LARGEST_KL = 0.2  # above it E[w] hangs on tokens that a batch does not have
+LARGEST_KL = 0.2  # above it E[w] depends on unseen tokens
 ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.08, torch.float16: 0.08}  # mean |l - b|, nats
-ROUNDED_TWICE = 1.35  # what rounding activations on both sides costs, in that of one side
-UNEXPLAINED = 1.5  # times that, from which on a distance without a cause is told
-CLEARLY = 0.8  # of the distance, which a variant has at most
-NEAR = 4.0  # a variant explains a distance that it makes so many times smaller
+ROUNDED_TWICE = 1.35  # rounding activations on both sides, over one side
+UNEXPLAINED = 1.5  # times rounding: larger distances are reported even without a cause
+CLEARLY = 0.8  # most of the distance that a variant has
+NEAR = 4.0  # times smaller: a distance that a variant explains
 BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)  # rotary bases of published models
 TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5)
 EXCERPT = 512  # tokens that variants score, or one longer sample
@@ -74,8 +74,7 @@ def suspects(
     chat: ChatTokenizer,
     weights: str,
 ) -> list[str]:
-    """Return a sentence for each fault that the batch, drawn from the model as it is, shows. weights:
-    the format of the rollouts, by its own name."""
+    """Return a sentence for each fault that the batch shows. weights: the rollouts' format."""
     rollouts = rollouts_of(cfg)
     found = [] if rollouts.truncated else sampler_suspects(first, model.spec.vocab_size)
     if not found and not _differs_by_design(rollouts):
@@ -84,7 +83,6 @@ def suspects(
 
 
 def _differs_by_design(rollouts: Rollouts) -> bool:
-    """Return whether the rollouts' log-probs are another distribution's than the learner's."""
     return bool(
         rollouts.truncated or rollouts.noisy or rollouts.forgets or rollouts.low_bit_cache
     ) or (rollouts.low_bit and "+" in rollouts.weights)
@@ -94,7 +92,7 @@ def _differs_by_design(rollouts: Rollouts) -> bool:
 
 
 def sampler_suspects(first: Probe, vocab_size: int) -> list[str]:
-    """Return what the tokens say of how they were drawn: coverage and surprise."""
+    """Return the faults that coverage and surprise show."""
     mask_N = first.packed.mask_N & first.packed.behavior_N.isfinite()
     l_n = first.learner_N[mask_N].double()
     b_n = first.packed.behavior_N[mask_N].double()
@@ -134,7 +132,7 @@ def _mean(x_n: Tensor) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Variant:
-    """What another learner would be, the context in which the model is one, and its temperature."""
+    """Another learner: its description, a context that makes the model one, and its temperature."""
 
     words: str
     within: Callable[[], AbstractContextManager[object]]
@@ -142,9 +140,8 @@ class Variant:
 
 
 def distance_suspects(model: Transformer, batch: Batch, first: Probe, weights: str) -> list[str]:
-    """Return what explains a distance between recorded and the learner's log-probs that is larger
-    than rounding. weights: the rollouts' format. Samples with a temperature of their own are left
-    out."""
+    """Return the cause of a distance of log-probs above rounding. Samples with their own
+    temperature are excluded."""
     mask_N = first.packed.mask_N
     dtypes = (model.dtype, get_format(weights).dtype or model.dtype)
     rounding = max(ROUNDING.get(dtype, ROUNDING[torch.bfloat16]) for dtype in dtypes)
@@ -164,7 +161,6 @@ def distance_suspects(model: Transformer, batch: Batch, first: Probe, weights: s
 
 
 def _explained(model: Transformer, chosen: Batch, weights: str, rounding: float) -> list[str]:
-    """Return the cause of the distance of a few samples, if it is larger than rounding."""
     mask_N = torch.tensor([bit for sample in chosen.samples for bit in sample.loss_mask]).bool()
     if not bool(mask_N.any()):
         return []
@@ -217,7 +213,6 @@ def variants(model: Transformer, temperature: float) -> Iterator[Variant]:
 
 
 def _other_ropes(ropes: tuple[Rope, ...]) -> Iterator[tuple[str, tuple[Rope, ...]]]:
-    """Yield what a model would be called whose positions are rotated otherwise, and its ropes."""
     bases = {rope.theta for rope in ropes}
     own = " and ".join(f"{base:g}" for base in sorted(bases))
     for theta in BASES:
@@ -244,7 +239,6 @@ def _of_magnitude(rope: Rope, size: float) -> Rope:
 
 @contextmanager
 def _with_ropes(model: Transformer, spec: ModelSpec) -> Iterator[None]:
-    """Rotate as another spec says in the block."""
     saved = model.freqs, model.magnitudes
     model.freqs, model.magnitudes = inverse_frequencies(spec).to(model.device), magnitudes(spec)
     try:
@@ -270,7 +264,7 @@ def _distance(a_N: Tensor, b_N: Tensor) -> float:
 
 
 def prompt_suspects(model: Transformer, batch: Batch, chat: ChatTokenizer) -> list[str]:
-    """Return what the prompts say of the tokenizer and the chat template."""
+    """Return the faults of the tokenizer and the chat template."""
     distinct = {tuple(sample.prompt_ids): None for sample in batch.samples}
     prompts = [list(ids) for ids in distinct if len(ids) > 1][:PROMPTS]
     if not prompts:
@@ -292,8 +286,8 @@ def prompt_suspects(model: Transformer, batch: Batch, chat: ChatTokenizer) -> li
 
 
 def foreign_marks(prompts: list[list[int]], chat: ChatTokenizer) -> dict[str, int]:
-    """Return the marks like <|user|> that stand in all prompts and are no single tokens, with their
-    numbers of tokens."""
+    """Return the marks like <|user|> of all prompts that are several tokens, and the numbers of
+    tokens."""
     texts = [chat.tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts]
     common = set.intersection(*(set(MARK.findall(text)) for text in texts))
     sizes = {

@@ -1,12 +1,8 @@
-"""The train, infer and orch files of Surogate's GRPO document -> one RunConfig.
+"""The train, infer and orch files of Surogate's GRPO document as one RunConfig.
 
-    lowroll grpo --train train.yaml --infer infer.yaml --orch orch.yaml      (or one file with the three sections)
-
-Missing keys have their documented defaults; `table.py` has every key, and where it differs here.
-The token loss is `correction: aipo` on grpo_no_std advantages, averaged over the tokens of the
-batch; an enabled `noise_scheduler` is our `noise` section. Without `launcher=local` the three
-processes are one, on policy, and `notes` names the written keys that then have no effect. Overrides
-use the names of `lowroll/config/schema.py`.
+`table.py` has every key and its differences here. The token loss is `correction: aipo` on
+grpo_no_std advantages, averaged over the tokens of the batch. Without `launcher=local` the three
+processes are one, and `notes` names keys without effect.
 """
 
 from __future__ import annotations
@@ -38,15 +34,14 @@ def load_surogate(
     orch: str | FilePath,
     overrides: Overrides = (),
 ) -> RunConfig:
-    """Load three files (`infer` may be absent). Raises ConfigError under the same conditions as
-    `load`."""
+    """Load three files. ConfigError as in `load`."""
     documents = {"train": read(train), "orch": read(orch)}
     documents["infer"] = read(infer) if infer else Document({}, name="infer")
     return combine(documents, overrides)
 
 
 def load_sections(document: Document, overrides: Overrides = ()) -> RunConfig:
-    """Load one file with the sections train, infer (may be absent) and orch."""
+    """Load one file with the sections train, orch and optionally infer."""
     for key in document.value:
         if key not in SECTIONS:
             raise ConfigError(
@@ -69,11 +64,8 @@ def load_sections(document: Document, overrides: Overrides = ()) -> RunConfig:
 def combine(
     documents: Mapping[str, Document], overrides: Overrides = (), role: str = ""
 ) -> RunConfig:
-    """Return the run of three documents. role: of a process started by hand with only one of them.
-
-    Raises one ConfigError with the problems of all files; where there are none, with those between
-    files.
-    """
+    """Return the run of three documents. role: of a process with only one of them. One ConfigError
+    has the problems of all files, or else those between files."""
     files: Files = {}
     problems: list[str] = []
     for section, model in MODELS.items():
@@ -86,9 +78,9 @@ def combine(
     if problems:
         raise ConfigError("\n".join(problems))
     if not isinstance(overrides, Mapping):
-        overrides = list(overrides)  # they are read twice
+        overrides = list(overrides)
     run, noted_settings = _run(files, role)
-    # which keys are used depends on the engine and the weights, which overrides may change
+    # the used keys depend on the engine and the weights, which overrides may change
     preview = build(deepcopy(run), overrides)
     if preview.rollout.engine == "vllm":
         _put_vllm(run, files, attach=preview.launcher == "none" and not role)
@@ -130,7 +122,6 @@ def _run(files: Files, role: str) -> tuple[Document, list[rules.Setting]]:
 
 
 def _put(run: Document, source: File, source_key: str, key: str) -> None:
-    """Copy a value of a file, with the marks beneath it, to a key of the run."""
     path, source_path = tuple(key.split(".")), tuple(source_key.split("."))
     run.put(path, source[source_key], source.mark(source_key))
     for rest, mark in source.document.marks_at(source_path).items():
@@ -138,7 +129,6 @@ def _put(run: Document, source: File, source_key: str, key: str) -> None:
 
 
 def _place_environments(run: Document, orch: File) -> None:
-    """Copy the environments with their shares; one without a share is not drawn from."""
     ratios = orch["buffer.env_ratios"]
     envs = run.value["env"]
     for index, env in enumerate(envs):
@@ -151,7 +141,6 @@ def _place_environments(run: Document, orch: File) -> None:
 
 
 def _put_recipe(run: Document, train: File, preview: RunConfig) -> Iterator[rules.Setting]:
-    """Set the learner's forward. An adapter's low-bit base is used as it is."""
     format, base = RECIPES.get(train["recipe"]), preview.rollout.weights
     if format is None:
         return
@@ -167,7 +156,6 @@ def _put_recipe(run: Document, train: File, preview: RunConfig) -> Iterator[rule
 
 
 def _put_vllm(run: Document, files: Files, attach: bool) -> None:
-    """Copy the files' vLLM settings into the run. attach: to the running server at client.base_url."""
     infer, orch = files["infer"], files["orch"]
     for key, target in (
         ("tp", "tensor_parallel_size"),
@@ -178,7 +166,7 @@ def _put_vllm(run: Document, files: Files, attach: bool) -> None:
             _put(run, infer, key, f"rollout.vllm.{target}")
     if infer["dtype"] == "float16":
         _put(run, infer, "dtype", "rollout.vllm.dtype")
-    serve_args = {  # by the keys and values that they come from
+    serve_args = {
         ("enforce_eager", True): "--enforce-eager",
         ("enable_prefix_caching", True): "--enable-prefix-caching",
         ("enable_prefix_caching", False): "--no-enable-prefix-caching",
@@ -197,8 +185,7 @@ def _put_vllm(run: Document, files: Files, attach: bool) -> None:
 
 
 def _put_native(run: Document, files: Files) -> None:
-    """Copy the files' engine settings for lowroll's own engine. ConfigError for what only vLLM
-    does."""
+    """Copy the settings of lowroll's own engine. ConfigError for those that need vLLM."""
     infer = files["infer"]
     needs_vllm = "needs vLLM: the override rollout.engine=vllm"
     if infer["tp"] > 1:
@@ -218,7 +205,7 @@ def _idle_notes(files: Files, cfg: RunConfig) -> Iterator[str]:
     if cfg.launcher != "none":
         return
     skipped = (
-        "max_async_level",  # which has a note of its own
+        "max_async_level",  # has its own note
         *(("client.timeout",) if cfg.rollout.engine == "vllm" else ()),
         *(ATTACHED if cfg.rollout.vllm.url is not None else ()),
     )

@@ -1,12 +1,7 @@
-"""The settings of a role that is started by hand with one file.
+"""The settings of a role that is started by hand with one file (docs/configuration.md).
 
-    lowroll serve infer.yaml       the model, where to listen, whether adapters are taken
-    lowroll orchestrate orch.yaml  the whole run but for the learner's own keys
-    lowroll train train.yaml       the learner's keys; the rest is what the orchestrator was given
-
-A trainer needs keys of orch.yaml, so the orchestrator stores its file and overrides at
-RUN/orchestrator/given.yaml. Every role also takes lowroll's own run.yaml, and one file with the
-three sections.
+The orchestrator stores its settings at RUN/orchestrator/given.yaml for the trainer. Every role also
+takes lowroll's own run.yaml, and one file with the three sections.
 """
 
 from __future__ import annotations
@@ -26,7 +21,7 @@ from lowroll.config.surogate.read import MODELS, combine, load_sections
 Role = Literal["serve", "orchestrate", "train"]
 FILES: dict[str, str] = {"serve": "infer", "orchestrate": "orch", "train": "train"}
 GIVEN = FilePath("orchestrator", "given.yaml")  # in the run's folder
-# keys that lowroll's run.yaml does not have
+# keys that run.yaml does not have
 KEYS_OF_ROLES: dict[str, str] = {
     "serve": "enable_lora: true",
     "orchestrate": "model: {name: ...}",
@@ -35,14 +30,14 @@ KEYS_OF_ROLES: dict[str, str] = {
 
 
 class NotThereYet(ConfigError):
-    """No orchestrator has stored the settings that a trainer needs; the trainer tries again."""
+    """An error for a trainer whose orchestrator has not stored its settings yet."""
 
 
 def load_role(role: Role, path: str | FilePath, overrides: Overrides = ()) -> RunConfig:
     """Load a role's settings from one file.
 
-    Raises ConfigError under the same conditions as `load`, and NotThereYet for a trainer with
-    train.yaml alone while the orchestrator has not stored the settings that it needs.
+    ConfigError as in `load`; NotThereYet for a trainer with train.yaml alone before the
+    orchestrator has stored its settings.
     """
     document = read(path)
     if {"orch", "infer"} & document.value.keys():
@@ -58,8 +53,7 @@ def load_role(role: Role, path: str | FilePath, overrides: Overrides = ()) -> Ru
 
 
 def _is_own(role: Role, document: Document) -> bool:
-    """Return whether a file is lowroll's run.yaml instead of the role's file of the document.
-    ConfigError if it could be either."""
+    """Return whether a file is lowroll's run.yaml. ConfigError if it could be both."""
     keys, name = document.value.keys(), f"{FILES[role]}.yaml"
     model = document.value.get("model")
     if role == "orchestrate" and isinstance(model, dict | str):
@@ -117,8 +111,8 @@ def _orchestrate(orch: Document, overrides: list[tuple[str, Any]]) -> RunConfig:
 
 
 def _given(orch: Document, cfg: RunConfig, overrides: list[tuple[str, Any]]) -> str:
-    """Return the file with its resolved paths, and the overrides, as YAML. `orch` is changed.
-    Environments of share 0 are skipped, as `cfg` has none of them."""
+    """Return the file with its resolved paths, and the overrides, as YAML. `orch` is changed. `cfg`
+    has no environments of share 0."""
     tree = orch.value
     envs = _as_sections(tree["env"])
     ratios = (tree.get("buffer") or {}).get("env_ratios")
@@ -166,8 +160,8 @@ def _train(train: Document, overrides: list[tuple[str, Any]]) -> RunConfig:
 
 
 def find_run(folder: str | FilePath) -> FilePath:
-    """Return the folder of the run that an orchestrator has begun: `folder`, or its only `run_*`
-    folder. Raises NotThereYet when there is none, ConfigError when there are several."""
+    """Return `folder` or its only `run_*` folder with a begun run. NotThereYet without one,
+    ConfigError for several."""
     folder = FilePath(folder)
     if (folder / GIVEN).is_file():
         return folder

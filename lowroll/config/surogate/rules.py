@@ -19,7 +19,7 @@ OWN_SERVER = "http://localhost:8000/v1"  # the document's default: the run's own
 
 @dataclass
 class File:
-    """One file: its text with marks, its checked values, and its error messages."""
+    """A file with its marks and checked values."""
 
     document: Document
     values: BaseModel
@@ -48,7 +48,7 @@ Files = dict[str, File]
 @dataclass(frozen=True)
 class Setting:
     """A setting of the run: its source key (None: a rule), its value (None: the default), and a
-    note or ""."""
+    note."""
 
     key: str
     value: Any = None
@@ -61,7 +61,7 @@ class Setting:
 
 
 def disagreements(files: Files) -> Iterator[str]:
-    """Yield the settings on which two files disagree, a line each."""
+    """Yield a line for each disagreement of two files."""
     for places in REPEATED:
         yield from _different_values(files, places)
     train, infer, orch = (files[section] for section in SECTIONS)
@@ -90,8 +90,8 @@ def disagreements(files: Files) -> Iterator[str]:
 
 
 def _different_values(files: Files, places: tuple[tuple[str, str], ...]) -> Iterator[str]:
-    """Yield a line for each of the places, (section, key), whose value is not that of the first one
-    with a value. Places that are not written, or are null or -1, have none."""
+    """Yield a line for each place (section, key) whose value differs from the first. Unwritten
+    places, null and -1 have none."""
     values = [
         (mark, files[section][key])
         for section, key in places
@@ -106,7 +106,7 @@ def _different_values(files: Files, places: tuple[tuple[str, str], ...]) -> Iter
 
 
 def settings(files: Files, role: str) -> Iterator[Setting]:
-    """Yield every setting that is not copied. role: of a process that has only one file, else ""."""
+    """Yield every setting that is not copied. role: of a process with only one file, else ""."""
     yield from _lengths(files)
     yield _steps(files)
     yield from _switches(files)
@@ -118,8 +118,7 @@ def settings(files: Files, role: str) -> Iterator[Setting]:
 
 
 def _lengths(files: Files) -> Iterator[Setting]:
-    """Yield the tokens of a packed row, of a sequence and of a response. The trainer's and the
-    orchestrator's length each stand for the other's where only one is written."""
+    """Yield the token limits. The trainer's and the orchestrator's lengths stand for each other."""
     train, infer, orch = (files[section] for section in SECTIONS)
     row = (train, "sequence_len") if train.written("sequence_len") else (orch, "seq_len")
     longest_of = (orch, "seq_len") if orch.written("seq_len") else row
@@ -128,7 +127,7 @@ def _lengths(files: Files) -> Iterator[Setting]:
     yield Setting("train.tokens_per_microbatch", row_tokens, row_file.mark(row_key))
     file, key = longest_of
     if infer["max_model_len"] is not None and infer["max_model_len"] < file[key]:
-        file, key = infer, "max_model_len"  # no sequence is longer than an engine takes
+        file, key = infer, "max_model_len"  # the engine's limit holds for all sequences
     longest = file[key]
     yield Setting("rollout.max_model_len", longest, file.mark(key))
     max_tokens, note = orch["sampling.max_tokens"], ""
@@ -228,8 +227,8 @@ def _evaluation(orch: File) -> Iterator[Setting]:
 
 
 def _processes(files: Files, role: str) -> Iterator[Setting]:
-    """Yield how the roles reach each other. A key of orch.yaml that is not written has the value of
-    its counterpart in another file."""
+    """Yield the connections of the roles. Another file may have the value of a missing key of
+    orch.yaml."""
     train, infer, orch = (files[section] for section in SECTIONS)
     for key, other_file, other_key in (
         ("max_async_level", train, "max_async_level"),

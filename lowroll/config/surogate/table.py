@@ -1,8 +1,7 @@
 """The table of the Surogate document's keys: where each acts, and what differs here.
 
 A key that `schema.py` refuses (`only`) has its reason there instead of a row.
-`docs/configuration.md` is made from both; a test checks that every key is in one of them, and that
-changing it acts.
+`docs/configuration.md` is made from both.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ SECTIONS = ("train", "infer", "orch")
 
 @dataclass(frozen=True)
 class KeyMapping:
-    """`to`: the keys of RunConfig that follow it; none: it is checked against another file. copied:
-    unchanged, to the one key. differs: from the document, and why."""
+    """The mapping of a document's key. to: keys of RunConfig; none: it is checked against another
+    file. copied: unchanged, to the one key. differs: from the document, and why."""
 
     to: tuple[str, ...] = ()
     differs: str = ""
@@ -51,7 +50,7 @@ def _same(prefix: str, *names: str) -> dict[str, KeyMapping]:
 def _section(
     theirs: str, ours: str, model: type[Section], copied: bool = True, **differs: str
 ) -> dict[str, KeyMapping]:
-    """Return a row for each key of a section whose names are the same here. differs: by key."""
+    """Return a row for each key of a section whose names are the same here."""
     return {
         f"{theirs}.{name}": KeyMapping((f"{ours}.{name}",), differs.get(name, ""), copied)
         for name, field in model.model_fields.items()
@@ -272,7 +271,7 @@ REPEATED: tuple[tuple[tuple[str, str], ...], ...] = (
     (("train", "transport_type"), ("orch", "rollout_transport.type")),
     (("infer", "weight_broadcast_type"), ("orch", "weight_broadcast.type")),
 )
-# without effect in one process, which notes those written
+# without effect in one process
 ROLES_ALONE: Mapping[str, tuple[str, ...]] = {
     "train": ("transport_type", "max_async_level"),
     "infer": ("host", "port", "weight_broadcast_type"),

@@ -1,2 +1,2 @@
 """The parts of a run, built from its configuration. Only `runs` and `cli` know both the
-configuration and the packages of the parts."""
+configuration and the parts' packages."""

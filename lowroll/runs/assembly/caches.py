@@ -23,12 +23,11 @@ def refuse(cfg: RunConfig, spec: ModelSpec) -> None:
 
 
 def longest_prompt(cfg: RunConfig, cache_tokens: int) -> int:
-    """Return the longest prompt up to which a cache of this size holds every prompt with a whole
-    response; 0 or less when there is none.
+    """Return the longest prompt up to which every prompt with a whole response fits; at most 0 if
+    none.
 
-    Pages grow with a prompt's length, but samples that are compacted while they decode need more
-    pages than those of a longer prompt. So prompts that stay whole and compacted ones are searched
-    apart.
+    Compacted samples need more pages than those of a longer prompt, so whole and compacted prompts
+    are searched separately.
     """
     rollout = cfg.rollout
     if not rollout.cache.evicts:
@@ -39,7 +38,7 @@ def longest_prompt(cfg: RunConfig, cache_tokens: int) -> int:
     def pages(prompt: int) -> int:
         return footprint(kv, prompt, rollout.max_tokens, page_size).alone
 
-    # The prompts 1, 2, ...: the number of them that fit is the length of the longest.
+    # The number of fitting prompts 1, 2, ... is the longest length.
     prompts = range(1, cache_tokens + 1)
     longest_whole = min(kv.room(0), cache_tokens + 1) - 1
     longest = bisect_right(prompts, num_pages, hi=longest_whole, key=pages)

@@ -9,7 +9,7 @@ from lowroll.runs.assembly import orchestrator
 
 
 def check(cfg: RunConfig, able: Capabilities) -> None:
-    """Raise ValueError naming the settings that an engine does not support."""
+    """Raise ValueError naming the unsupported settings."""
     requested = vars(orchestrator.sampling(cfg))
     defaults = vars(SamplingSettings())
     changed = [name for name, value in requested.items() if value != defaults[name]]

@@ -21,8 +21,7 @@ class Compute:
 
     @classmethod
     def of(cls, cfg: RunConfig) -> Compute:
-        """Return the device and dtype of the settings. ValueError when a requested CUDA is
-        missing."""
+        """Return the settings' device and dtype. ValueError for a missing CUDA."""
         device = pick_device(cfg.device)
         if cfg.dtype != "auto":
             return cls(device, _DTYPES[cfg.dtype])

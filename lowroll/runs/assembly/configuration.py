@@ -1,5 +1,4 @@
-"""The configuration of a run started from Python, where environments may be classes, reward
-functions functions, and data rows."""
+"""The configuration of a run started from Python, with classes, functions and rows as values."""
 
 from __future__ import annotations
 
@@ -15,16 +14,14 @@ from lowroll.runs.folder import ENVIRONMENTS
 def read(
     config: str | Path | RunConfig | Mapping[str, object], overrides: Mapping[str, object]
 ) -> tuple[RunConfig, dict[Path, str]]:
-    """Return the settings, and the texts of files that they need in `output_dir/environments`:
-    environments, reward functions and data of a notebook or script.
+    """Return the settings, and the texts of their files in `output_dir/environments`.
 
-    With Python objects the settings are built twice: the first ones say what `output_dir` is.
+    With Python objects the settings are built twice, first for `output_dir`.
     """
     python_objects: list[Any] = []
     texts: dict[Path, str] = {}
 
     def build(id_of: Callable[[Any], str]) -> RunConfig:
-        """Build the settings with `id_of(object)` in the place of each Python object."""
         return as_config(cells.replaced(config, id_of), cells.replaced(overrides, id_of))
 
     def placeholder(value: Any) -> str:

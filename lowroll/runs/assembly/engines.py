@@ -4,10 +4,10 @@ A row of ENGINES is a module that builds an engine:
 
     make(cfg, compute, model, chat, weights, workloads)
 
-For one beside the learner's process it has three functions more:
+Outside the learner's process it also has
 
     check(cfg)                   raises ValueError when the engine cannot be started or reached
-    refuse(cfg, spec)            raises ValueError for what it does not support of a model
+    refuse(cfg, spec)            raises ValueError for an unsupported model
     begin(cfg, model, engine)    sends the learner's weights, as version 0
 """
 
@@ -30,7 +30,7 @@ from lowroll.weights.noise import Noise
 from lowroll.weights.sync.update import WeightUpdate
 
 ENGINES = {  # by `rollout.engine`; only the used row is imported
-    "native": "lowroll.runs.assembly.native",  # in this process
+    "native": "lowroll.runs.assembly.native",
     "vllm": "lowroll.runs.assembly.vllm",
 }
 
@@ -43,8 +43,7 @@ def make(
     weights: str | None = None,
     workloads: Sequence[Workload] = (),
 ) -> Engine:
-    """Build a rollout engine with the weights of `model` as version 0, in the format `weights` or
-    the run's. The caller closes it."""
+    """Build a rollout engine with the weights of `model` as version 0. The caller closes it."""
     refuse(cfg, model.spec)
     weight_format = compute.format(weights or cfg.rollout.weights)
     module = _engine_module(cfg)
@@ -62,8 +61,7 @@ def make(
 def update(
     cfg: RunConfig, model: Transformer, version: int, noise: Noise | None = None
 ) -> WeightUpdate:
-    """Return a version of the learner's weights for the run's engine: a stream, unless it is in
-    this process."""
+    """Return the learner's weights, as a stream for an engine outside this process."""
     local = WeightUpdate.local(model, version, noise)
     return local if cfg.rollout.engine == "native" else local.as_stream()
 
@@ -86,7 +84,7 @@ def _engine_module(cfg: RunConfig) -> Any:
 
 
 def with_rollout(cfg: RunConfig, **settings: object) -> RunConfig:
-    """Return the run's settings with other ones of `rollout`."""
+    """Return the run's settings with changes of `rollout`."""
     return cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update=settings)})
 
 
@@ -97,11 +95,10 @@ def workloads(
     envs: Mapping[str, Environment],
     held_out: Mapping[str, Environment],
 ) -> list[Workload]:
-    """Return a run's workloads in its engine: the batch of each stage and, if it evaluates, the
-    examples. Empty when the cache size is set.
+    """Return the engine's workloads: each stage's batch, and evaluations. Empty for a set cache
+    size.
 
-    The longest of an environment's first prompts stands for all: a longer one still fits, but
-    others may wait.
+    An environment's longest first prompt stands for all. A longer one fits, but others may wait.
     """
     if cfg.rollout.cache_tokens is not None:
         return []
@@ -129,11 +126,9 @@ def eval_workload(
 def _workload(
     cfg: RunConfig, spec: ModelSpec, groups: int, n: int, lengths: Iterable[int], turns: int
 ) -> Workload:
-    """Return the workload of `groups` prompts with `n` conversations of at most `turns` turns
-    each. lengths: of prompts, in tokens."""
     longest, response = prompts.longest(cfg, spec), cfg.rollout.max_tokens
     prompt = max((length for length in lengths if length <= longest), default=longest)
-    # The environment's messages, between the turns, are taken to be as long as responses.
+    # The environment's messages are assumed as long as responses.
     all_turns = (2 * turns - 1) * response
     after_prompt = min(all_turns, longest + response - prompt)
     return Workload(groups, n, prompt, after_prompt, longest=longest + response)

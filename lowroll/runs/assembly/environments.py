@@ -12,8 +12,7 @@ from lowroll.envs.scorer_pool import ScorerPool
 
 
 def make(wanted: tuple[EnvConfig, ...], seed: int) -> dict[str, Environment]:
-    """Make the environments, by name. ValueError for a shared name, or an unset variable of
-    `pass_env`."""
+    """Make the environments. ValueError for a shared name, or an unset variable of `pass_env`."""
     env_secrets = [
         child.named(env.pass_env, f"env {env.name or env.id!r}: pass_env") for env in wanted
     ]
@@ -30,7 +29,6 @@ def make(wanted: tuple[EnvConfig, ...], seed: int) -> dict[str, Environment]:
 
 
 def _make_environment(env: EnvConfig, seed: int, secrets: Mapping[str, str]) -> Environment:
-    """Make one environment, and keep secrets out of its ValueError."""
     try:
         return envs.make(env.id, name=env.name, args=env.args, seed=seed)
     except ValueError as error:

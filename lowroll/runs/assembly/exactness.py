@@ -1,9 +1,9 @@
-"""Whether a run's engine and learner compute exactly (`model.exact`).
+"""The choice of exact computation for a run's engine and learner (`model.exact`).
 
-`rollout.exact` decides. By default exactness is on where it costs next to nothing (`python -m
-bench.exact`): engines on a CPU, and their learners that multiply in the rollouts' low-bit format (one
-of dense weights would take a seventh longer); on a GPU an engine and a LoRA learner that multiply the
-same INT8 codes (the engine alone would be an eighth slower at 256 rows).
+`rollout.exact` decides. By default it is on where it costs almost nothing (`python -m
+bench.exact`): engines on a CPU and their learners in the rollouts' low-bit format (dense ones take
+a seventh longer), and on a GPU an engine with a LoRA learner of the same INT8 codes (the engine
+alone is an eighth slower at 256 rows).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _is_faster_on_gpu(cfg: RunConfig) -> bool:
 
 
 def of_learner(cfg: RunConfig, compute: Compute, spec: ModelSpec) -> bool:
-    """Return whether the learner computes exactly, which helps only with an exact engine."""
+    """Return whether the learner computes exactly."""
     if cfg.rollout.exact is not None:
         return cfg.rollout.exact
     weights = cfg.rollout.weights

@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 def learner(cfg: RunConfig, compute: Compute) -> Transformer:
     """Load the learner: all weights, or a fresh adapter on a frozen base that the engine shares.
 
-    A low-bit folder is dequantized to learn whole; under LoRA its tensors are the base. Weights are
-    scaled first and the forward is aligned last.
+    A low-bit folder is dequantized to learn whole. Weights are scaled first; the forward is aligned
+    last.
     """
     train = cfg.train
     format = compute.format(cfg.rollout.weights)
     refuse_adapter("model", cfg.model)
     refuse_scale(cfg)
-    # Scaling needs the dense weights of an adapter's base; they are quantized after it.
+    # Scaling needs an adapter's base dense; it is quantized afterwards.
     format_on_load = format if train.lora and train.uaq_scale is None else None
     model = hf.load(cfg.model, compute.device, compute.dtype, format_on_load)
     refuse_backward(cfg, compute, model.spec)
@@ -71,7 +71,7 @@ def outline(key: str, source: str, compute: Compute) -> Transformer:
 
 
 def beside(cfg: RunConfig) -> dict[str, tuple[str, str]]:
-    """Return (setting, source) of the run's other models, by name."""
+    """Return (setting, source) of the other models, by name."""
     sources = {}
     if asks_reference(cfg):
         sources["reference"] = "model", cfg.model
@@ -91,7 +91,7 @@ def tokenizer(
     tool_format: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> ChatTokenizer:
-    """Load the chat tokenizer of a model folder or hub id; other arguments as `ChatTokenizer`'s."""
+    """Load the chat tokenizer of a model folder or hub id."""
     return ChatTokenizer(
         load_tokenizer(resolve(source, weights=False)), tool_format, template_kwargs
     )
@@ -104,7 +104,7 @@ def chat_of(cfg: RunConfig) -> ChatTokenizer:
 def critic(
     cfg: RunConfig, compute: Compute, chat: ChatTokenizer, ranks: Ranks = ALONE
 ) -> Critic | None:
-    """Load PPO's critic with a zero head; None for other algorithms."""
+    """Load PPO's critic with a zero head, or None."""
     if not cfg.has_critic:
         return None
     source = cfg.critic.model
@@ -119,8 +119,8 @@ def critic(
 
 
 def reference(cfg: RunConfig, compute: Compute) -> Transformer | None:
-    """Load the frozen model of the KL term; None without one. Under LoRA it is the learner without
-    its adapter."""
+    """Load the frozen model of the KL term, or None: under LoRA the learner without its adapter
+    serves."""
     if not asks_reference(cfg):
         return None
     return hf.load(cfg.model, compute.device, compute.dtype).requires_grad_(False)
@@ -131,8 +131,7 @@ def asks_reference(cfg: RunConfig) -> bool:
 
 
 def teacher(cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -> Transformer | None:
-    """Load the frozen teacher of AIPO's teacher_tau; None without one. ValueError for another
-    vocabulary."""
+    """Load the frozen teacher of AIPO, or None. ValueError for another vocabulary."""
     if not asks_teacher(cfg):
         return None
     assert cfg.train.teacher is not None
@@ -155,7 +154,7 @@ def refuse_adapter(key: str, source: str | Path) -> None:
 
 
 def refuse_scale(cfg: RunConfig) -> None:
-    """Raise ValueError where the weights to scale are frozen codes."""
+    """Raise ValueError when the weights to scale are frozen codes."""
     stored_format = low_bit_format(resolve(cfg.model, weights=False))
     if cfg.train.uaq_scale is not None and cfg.train.lora and stored_format is not None:
         raise ValueError(

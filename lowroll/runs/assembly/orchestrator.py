@@ -65,7 +65,7 @@ def eval_sampling(cfg: RunConfig) -> SamplingSettings:
 
 
 def estimator(cfg: RunConfig) -> Estimator | None:
-    """Load the run's own advantage function, which executes its file; None without one."""
+    """Load the run's own advantage function, which executes its file, or None."""
     function_cfg = cfg.advantage_function
     if function_cfg is None:
         return None
@@ -77,8 +77,8 @@ def estimator(cfg: RunConfig) -> Estimator | None:
 def settings(
     cfg: RunConfig, spec: ModelSpec, alone: bool = True, own: Estimator | None = None
 ) -> Settings:
-    """Return the orchestrator's settings in the run's first stage. alone: in one process with the
-    learner, where the async level is 0. own: the run's `estimator`."""
+    """Return the settings of the first stage. alone: in the learner's process, at async level 0.
+    own: the run's `estimator`."""
     return _SETTINGS(
         cfg,
         cfg.dapo,

@@ -1,6 +1,5 @@
-"""The check that prompts leave space for a whole response, and prompt lengths of environments. No
-torch.
-"""
+"""Prompt lengths of environments, and the check that prompts leave space for a response. No
+torch."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ def lengths(env: Environment, split: str, count: int, chat: ChatTokenizer) -> li
 
 
 def longest(cfg: RunConfig, spec: ModelSpec) -> int:
-    """Return the most prompt tokens that leave space for a whole response. ValueError when there
-    are none."""
+    """Return the most prompt tokens that leave space for a response, or raise ValueError."""
     limit = _tightest_limit(cfg, spec)
     if limit.longest_prompt < 1:
         raise ValueError(
@@ -48,14 +46,14 @@ def longest(cfg: RunConfig, spec: ModelSpec) -> int:
 
 
 def sequence(cfg: RunConfig, spec: ModelSpec) -> int:
-    """Return the token limit of a conversation with its prompt. A bounded cache holds a later
-    turn's prompt and response up to the longest prompt."""
+    """Return a conversation's token limit. A bounded cache holds later turns up to the longest
+    prompt."""
     response_tokens = 0 if cfg.rollout.cache.evicts else cfg.rollout.max_tokens
     return longest(cfg, spec) + response_tokens
 
 
 def check_turns(chat: ChatTokenizer, envs: Mapping[str, Environment]) -> None:
-    """Raise ValueError for multi-turn environments whose chat template cannot continue."""
+    """Raise ValueError for several turns with a chat template that cannot continue."""
     for env in envs.values():
         if env.max_turns > 1:
             try:
@@ -66,10 +64,10 @@ def check_turns(chat: ChatTokenizer, envs: Mapping[str, Environment]) -> None:
 
 @dataclass(frozen=True)
 class _SequenceLimit:
-    """A limit on a prompt with its response: the setting `key`, of `owner` in words."""
+    """A limit on a prompt with its response."""
 
     tokens: int
-    longest_prompt: int  # tokens that leave space for a whole response
+    longest_prompt: int  # tokens that leave space for a response
     key: str
     owner: str
 
@@ -88,7 +86,7 @@ def _tightest_limit(cfg: RunConfig, spec: ModelSpec) -> _SequenceLimit:
         limits.append(limit(rollout.max_model_len, "rollout.max_model_len", "the longest sequence"))
     if rollout.cache_tokens is not None:
         tokens = rollout.cache_tokens
-        longest_prompt = caches.longest_prompt(cfg, tokens)  # a bounded cache holds more
+        longest_prompt = caches.longest_prompt(cfg, tokens)
         limits.append(
             _SequenceLimit(tokens, longest_prompt, "rollout.cache_tokens", "the KV cache")
         )
@@ -102,8 +100,8 @@ def check(
     envs: Mapping[str, Environment],
     split: str = "train",
 ) -> list[str]:
-    """Raise ValueError naming the setting that makes all first prompts of an environment too long,
-    or train.replay_kv with several turns. Return lines on environments where some are too long."""
+    """Raise ValueError when all first prompts of an environment are too long, or for
+    train.replay_kv with several turns. Return lines on some too long prompts."""
     check_turns(chat, envs)
     multi_turn = [env.name for env in envs.values() if env.max_turns > 1]
     if cfg.train.replay_kv and multi_turn:
@@ -142,8 +140,6 @@ def _check_prompt_lengths(
     envs: Mapping[str, Environment],
     split: str,
 ) -> list[str]:
-    """Return the lines of `passed_over` for every stage. ValueError when all first prompts of an
-    environment are too long."""
     lines = []
     for stage_cfg in cfg.each_stage():
         max_prompt_tokens = longest(stage_cfg, spec)
@@ -152,7 +148,7 @@ def _check_prompt_lengths(
             prompt_lengths = _first_lengths(cfg, env, split, chat)
             if not prompt_lengths or min(prompt_lengths) <= max_prompt_tokens:
                 continue
-            # An evaluation passes over what is too long; prompts that were not looked at may fit.
+            # An evaluation passes over long prompts, and later prompts may fit.
             is_evaluation = split != "train"
             if is_evaluation and len(prompt_lengths) != stage_cfg.eval.count(env.size(split)):
                 continue
@@ -168,7 +164,6 @@ def _check_prompt_lengths(
 
 
 def _first_lengths(cfg: RunConfig, env: Environment, split: str, chat: ChatTokenizer) -> list[int]:
-    """Return the token counts of a split's first prompts, at most as many as an evaluation uses."""
     count = LOOKED_AT
     if split != "train":
         count = min(count, cfg.eval.count(env.size(split)))
@@ -202,7 +197,7 @@ def passed_over(
 
 
 def check_stages(cfg: RunConfig, spec: ModelSpec) -> None:
-    """Raise ValueError for a stage whose longest response leaves no space for a prompt."""
+    """Raise ValueError for a stage that leaves no space for a prompt."""
     for stage in cfg.stages:
         try:
             longest(cfg.at(stage.step), spec)

@@ -1,5 +1,4 @@
-"""Settings of a package from sections of the configuration. They share the names of its keys, so
-nothing is copied by hand."""
+"""Settings of a package from configuration keys of the same names."""
 
 from __future__ import annotations
 
@@ -15,10 +14,10 @@ T = TypeVar("T", bound="DataclassInstance")
 
 
 class Mirror(Generic[T]):
-    """A package's settings that share the names of configuration keys.
+    """A package's settings from configuration keys of the same names.
 
-    Each field of the dataclass `settings` is in `given` (from the caller), in `default` (no key
-    sets it), or a key of the first of `sections` that has its name. TypeError for any other field.
+    A field of the dataclass `settings` is in `given` (from the caller), in `default` (no key sets
+    it), or in the first of `sections` that has its name. TypeError for any other field.
     """
 
     def __init__(
@@ -35,7 +34,7 @@ class Mirror(Generic[T]):
         self.settings = settings
         self.sections = sections
         self.given = frozenset(given)
-        self.source: dict[str, int] = {}  # field -> index of its section
+        self.source: dict[str, int] = {}
         for name in names:
             if name in given or name in default:
                 continue
@@ -45,7 +44,6 @@ class Mirror(Generic[T]):
             self.source[name] = having_key[0]
 
     def __call__(self, *sections: Section, **given: Any) -> T:
-        """Return the settings from the sections' values, in the order of the constructor."""
         assert tuple(map(type, sections)) == self.sections and given.keys() == self.given
         values = {name: getattr(sections[i], name) for name, i in self.source.items()}
         return self.settings(**values, **given)

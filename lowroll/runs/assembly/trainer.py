@@ -30,8 +30,7 @@ _CRITIC_OPTIM = Mirror(
 )
 _GUARD = Mirror(GuardSettings, GuardConfig)
 _NOISE = Mirror(NoiseSchedule, NoiseConfig, given=("total_steps", "seed"))
-# The guard raises an alarm only above this multiple of the budget's KL, which was measured on
-# other tokens.
+# alarm level over the budget's KL, which was measured on other tokens
 KL_ALARM_OVER_BUDGET = 2.0
 
 
@@ -59,9 +58,9 @@ def critic_optim(cfg: RunConfig) -> OptimSettings:
 
 
 def guard(cfg: RunConfig, budget: str = "") -> Guard | None:
-    """Return the mismatch guard; None where it is off. budget: of the rollouts' format; a multiple
-    of its KL is an alarm, and the format is chosen again where all weights learn. Under LoRA a
-    fallback is dense at once: a wider format would only round the base again."""
+    """Return the mismatch guard, or None. A multiple of a budget's KL is an alarm, and the format
+    is chosen again if all weights learn. Under LoRA a fallback is dense at once, since a wider
+    format would only round the base again."""
     if cfg.guard is None:
         return None
     settings = _GUARD(cfg.guard)

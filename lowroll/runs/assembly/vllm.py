@@ -1,8 +1,7 @@
 """vLLM as a run's rollout engine.
 
-A started server loads the run's own folder where that holds the rollouts' weights, else a folder
-written for it (of a quantized base, or a dense copy). Later versions travel as streams
-(`weights.sync.update`).
+A started server loads the run's folder if it holds the rollouts' weights, else a written one. Later
+versions travel as streams (`weights.sync.update`).
 """
 
 from __future__ import annotations
@@ -70,8 +69,6 @@ def interpreter(vllm: VllmConfig) -> str:
 
 
 def _probe_environment() -> dict[str, str]:
-    """Return the environment for finding vLLM; LOWROLL_VLLM_PATH is the folder of one that is not
-    installed."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     vllm_path = os.environ.get("LOWROLL_VLLM_PATH")
     return variables if vllm_path is None else variables | {"PYTHONPATH": vllm_path}
@@ -141,8 +138,7 @@ def make(
 
 
 def serve(cfg: RunConfig, log: Path, socket: Path) -> VllmEngine:
-    """Start a vLLM for a learner in another process, and wait until it serves the initial model.
-    socket: the folder of its socket."""
+    """Start a vLLM for a learner in another process. socket: the folder of its socket."""
     check(cfg)
     refuse(cfg, read_spec(resolve(cfg.model, weights=False)))
     compute = Compute.of(cfg)
@@ -158,8 +154,6 @@ def _start(
     log: Path | None,
     **more: Any,
 ) -> VllmEngine:
-    """Start a vLLM on the folder with the rollouts' weights; one written for it lasts as long as
-    the engine."""
     vllm = cfg.rollout.vllm
     temporary_folder = tempfile.TemporaryDirectory(prefix="lowroll-vllm-", dir=vllm.folder)
     base = base_folder(cfg, compute, learner, weights, Path(temporary_folder.name))
@@ -184,7 +178,7 @@ def _start(
 
 
 def begin(cfg: RunConfig, model: Transformer, engine: Engine) -> None:
-    """Send the learner's weights. ValueError names what the installed vLLM lacks."""
+    """Send the learner's weights. ValueError names what this vLLM lacks."""
     capabilities, needed_tokens = engine.capabilities, context(cfg, model.spec)
     if capabilities.context_length < needed_tokens:
         raise ValueError(
@@ -215,7 +209,6 @@ def _attach(cfg: RunConfig, model: Transformer, weights: str) -> VllmEngine:
 
 
 def _with_setting_names(make: Callable[..., VllmEngine], *args: Any, **options: Any) -> VllmEngine:
-    """Call `make`; name settings in its ValueError."""
     try:
         return make(*args, **options)
     except ValueError as error:
@@ -243,7 +236,7 @@ def base_folder(
     weights: str,
     room: Path,
 ) -> Path:
-    """Return the run's model where it holds the rollouts' weights, else a folder written into
+    """Return the run's model if it holds the rollouts' weights, else a folder written into
     `room`."""
     source = resolve(cfg.model)
     if _is_stored_in(source, weights):

@@ -1,17 +1,15 @@
-"""The memory of a learner's pass, by arithmetic on a block's shapes: what autograd keeps, tensor by
-tensor, and temporary bytes.
+"""The memory of a learner's pass by block shapes: the tensors that autograd keeps, and temporary
+bytes.
 
-On CUDA the kernels keep less than plain torch (`fused`); norms and SwiGLU's output are recomputed
+CUDA kernels keep less than plain torch (`fused`). Norms and SwiGLU's output are recomputed
 (`model.recompute`).
 
-    stream      x after each addition of the block, twice D; two statistics of the norms; what a
-                norm after attention or MLP reads
-    attention   q, k, v as rotated, the output and its log-sum-exp; qkv too where heads are normed,
-                or where a view of it is kept
-    dense MLP   gate and up, 2F; in plain torch silu(gate) too; of GELU, which is not recomputed,
-                gate, up, gelu(gate) and their product
-    experts     gate and up of every slot, what down gives, weights and places of the slots; the
-                shared expert is a dense MLP, and keeps what it gives if it has a gate
+    stream      x after each addition, twice D; two statistics of the norms; inputs of later norms
+    attention   rotated q, k, v, the output, log-sum-exp; qkv too with head norms or a kept view
+    dense MLP   gate and up, 2F; in plain torch silu(gate) too; for GELU, which is not recomputed,
+                also gelu(gate) and their product
+    experts     gate, up and down's output of every slot, weights and places of the slots; the
+                shared expert is a dense MLP, and keeps its output if it has a gate
     low rank    l of every adapter
 
 Not counted: masks of windows without flash attention, on a CPU and in float32.
@@ -42,12 +40,12 @@ from lowroll.runs.memory.weights import adapted, largest
 FLOAT = 4
 IN_FRONT = [norm for norm, _ in PRE_NORMS]
 MOST_PREFILL = 8192  # prompt tokens of a pass (`engine.native`)
-MOST_SHORT = 1024  # of a pass that is a graph (`engine.prefill_graphs`)
+MOST_SHORT = 1024  # prompt tokens of a pass that is a graph (`engine.prefill_graphs`)
 
 
 @dataclass(frozen=True)
 class Learning:
-    """What decides how much of a token a block keeps. low: columns of l in a block."""
+    """The settings that decide a block's kept bytes. low: columns of l in a block."""
 
     spec: ModelSpec
     item: int
@@ -55,13 +53,12 @@ class Learning:
     lora: bool
     low: int
     checkpointing: bool | float
-    dense: int  # bytes of the largest matrix dequantized for a product; 0: none
+    dense: int  # bytes of the largest dequantized matrix; 0: none
     turned: bool = False  # a CPU kernel rotates heads and copies v
 
     @classmethod
     def of(cls, cfg: RunConfig, compute: Compute, model: Transformer) -> Learning:
         train = cfg.train
-        # A layer has the same adapter in all blocks.
         num_adapted = {
             name.rpartition(".")[2]: len(adapted(cfg, linear)) for name, linear in model.linears()
         }
@@ -80,20 +77,18 @@ class Learning:
         )
 
     def kept(self, tokens: int) -> int:
-        """Return the bytes that autograd keeps when the backward pass of a micro-batch of so many
-        tokens begins."""
+        """Return the bytes that autograd keeps when the backward pass begins."""
         spec = self.spec
         last_norm = 2 * spec.hidden_size * self.item + self._norm_extra(1)
         rotations = FLOAT * spec.head_dim * (len(spec.ropes) + 1)  # and of layers without positions
         outer_bytes = last_norm + rotations
-        if self.checkpointing is True:  # each block keeps its input, and where the slots are
+        if self.checkpointing is True:
             blocks_bytes = spec.num_layers * spec.hidden_size * self.item
             blocks_bytes += spec.layers_with_experts * self._places(tokens)
             return tokens * (outer_bytes + blocks_bytes)
         blocks_bytes = sum(count * self.block(tokens, mixes) for mixes, count in self._kinds)
         recomputed = 0
         if self.fused and not spec.mixture.num_experts and not self._keeps_all_of_mlp:
-            # The first blocks compute gate and up again (`trainer.recompute`).
             layers = spec.num_layers
             num_recomputed = sum(i < self.checkpointing * layers for i in range(layers))
             recomputed = num_recomputed * 2 * spec.intermediate_size * self.item
@@ -101,13 +96,12 @@ class Learning:
 
     @property
     def _kinds(self) -> list[tuple[bool, int]]:
-        """(has experts, number of blocks) of each kind of blocks."""
         mixtures = self.spec.layers_with_experts
         kinds = [(True, mixtures), (False, self.spec.num_layers - mixtures)]
         return [(mixes, count) for mixes, count in kinds if count]
 
     def block(self, tokens: int, mixes: bool) -> int:
-        """Return the bytes of a token in a block, with experts if it `mixes`."""
+        """Return a block's bytes a token. mixes: it has experts."""
         mlp = self._experts(tokens) if mixes else self._mlp(self.spec.intermediate_size)
         return (
             2 * self.spec.hidden_size * self.item
@@ -127,31 +121,28 @@ class Learning:
             peak = tokens * self.item * self._experts_backward() + self.dense
         else:
             peak = self._mlp_backward(tokens)
-        if self.checkpointing is True:  # the block first runs forward again, and keeps all
+        if self.checkpointing is True:  # the block first runs forward again
             peak += tokens * (self.block(tokens, mixes) + self.item * self._not_made_again(mixes))
         return peak
 
     def _mlp_backward(self, tokens: int) -> int:
-        """Return the bytes of a dense MLP's backward pass, at the fuller of two moments: the
-        gradients of gate and up, or a product with a matrix."""
         hidden, intermediate = self.spec.hidden_size, self.spec.intermediate_size
-        number = tokens * self.item  # bytes of one number of every token
-        last_norm = 2 * hidden  # its part of `kept` is free by then
+        number = tokens * self.item  # bytes of one number a token
+        last_norm = 2 * hidden  # already free
         gates_bytes = number * (4 * intermediate + hidden - last_norm)
         product_bytes = number * (2 * intermediate + 2 * hidden) + self.dense
         peak = max(gates_bytes, product_bytes)
-        # A share of 1 is not True: all blocks compute gate and up again, one at a time.
+        # A share of 1 is not True: all blocks recompute gate and up, one at a time.
         if self.fused and self.checkpointing == 1 and self.checkpointing is not True:
             peak += number * 2 * intermediate
         return peak
 
     def _not_made_again(self, mixes: bool) -> int:
-        """Return the numbers of a token that a block run again as a whole keeps beside `block`:
-        there the outputs of norms and of SwiGLU are not recomputed one by one."""
+        """Count the numbers a token that a wholly recomputed block keeps beside `block`."""
         spec = self.spec
         norm_outputs = self._num_pre_norms * spec.hidden_size
         if self._keeps_all_of_mlp or (self.fused and not self.lora):
-            return norm_outputs  # the MLP's is in `block`
+            return norm_outputs
         return norm_outputs + (spec.mixture.shared_size if mixes else spec.intermediate_size)
 
     @property
@@ -163,14 +154,13 @@ class Learning:
         return self.spec.activation != "silu"
 
     def _norms_after(self) -> int:
-        """Return the bytes of what norms after attention and MLP read."""
         keeps_input = self.fused or self.item == FLOAT
         count = len(self.spec.norms) - self._num_pre_norms
         return count * self.spec.hidden_size * self.item if keeps_input else 0
 
     def _norm_extra(self, norms: int) -> int:
-        """Return the bytes of norms beside x: 1 / rms; in plain torch the float32 x of half
-        precision, and x / rms where the weight learns."""
+        """Count norms beside x: 1 / rms; in plain torch also x in float32 if it has half precision,
+        and x / rms if the weight learns."""
         norm_bytes = FLOAT
         if not self.fused:
             copies = (self.item < FLOAT) + (not self.lora)
@@ -183,15 +173,15 @@ class Learning:
             return self._latent_attention(spec.latent)
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         qkv_bytes = (q + 2 * kv) * item
-        kept_bytes = (2 * q + 2 * kv) * item  # q, k and v as rotated, and the output
+        kept_bytes = (2 * q + 2 * kv) * item
         kept_bytes += FLOAT * spec.num_heads  # log-sum-exp
         if self.fused:
             return kept_bytes + qkv_bytes if spec.qk_norm else kept_bytes
         if not self.turned:
-            kept_bytes += (q + kv) * item  # qkv without v, which is counted as a view of it
+            kept_bytes += (q + kv) * item  # qkv without v, which counts as a view
         is_whole = spec.qk_norm == "whole"
         if is_whole and item == FLOAT:
-            kept_bytes += qkv_bytes  # what the norms read, beside what they give
+            kept_bytes += qkv_bytes  # inputs of the norms, beside their outputs
         if spec.qk_norm:
             copies = (item < FLOAT) + (not self.lora)  # as `_norm_extra`
             statistics = 2 if is_whole else spec.num_heads + spec.num_kv_heads
@@ -200,11 +190,11 @@ class Learning:
 
     def _latent_attention(self, sizes: LatentSpec) -> int:
         heads, ranks = self.spec.num_heads, sizes.query_rank + sizes.kv_rank
-        numbers = 4 * heads * sizes.head_dim  # q, k, v and the output
+        numbers = 4 * heads * sizes.head_dim
         if sizes.value_dim < sizes.head_dim:
-            numbers += heads * sizes.value_dim  # the output without the zeros
+            numbers += heads * sizes.value_dim  # the output without padding zeros
         keeps_input = self.fused or self.item == FLOAT  # of norms, as in `_norms_after`
-        numbers += (1 + keeps_input) * ranks  # what the products read, and the norms in front
+        numbers += (1 + keeps_input) * ranks  # inputs of the products, and of the norms
         statistics = heads + 1 + (sizes.query_rank > 0)  # log-sum-exp, 1 / rms
         if not self.fused:  # as `_norm_extra`
             statistics += ((self.item < FLOAT) + (not self.lora)) * ranks
@@ -220,13 +210,13 @@ class Learning:
     def _experts(self, tokens: int) -> int:
         mixture, hidden, item = self.spec.mixture, self.spec.hidden_size, self.item
         slots, intermediate = mixture.experts_per_token, mixture.expert_size
-        kept_bytes = slots * (2 * intermediate + hidden) * item  # gate, up and what down gives
+        kept_bytes = slots * (2 * intermediate + hidden) * item  # gate, up and down's output
         kept_bytes += 2 * FLOAT * slots  # weights
         kept_bytes += self._places(tokens)
         if not self.fused:  # probabilities, and the order of all experts
             scores = 2 if mixture.scores is not None else 3
             kept_bytes += scores * FLOAT * mixture.num_experts
-        if not self.fused and mixture.clamped_gate is None:  # silu(gate)
+        if not self.fused and mixture.clamped_gate is None:
             kept_bytes += slots * intermediate * item
         if not self.lora and mixture.has_biases:  # the expert of each row, for two biases
             kept_bytes += 2 * slots * 8
@@ -239,14 +229,11 @@ class Learning:
         return kept_bytes + self._mlp(mixture.shared_size)
 
     def _places(self, tokens: int) -> int:
-        """Return the bytes of a token's slot indices, by place and by slot."""
         slots = self.spec.mixture.experts_per_token
         uses_int32 = self.fused and tokens * slots <= 1 << 14
         return 2 * slots * (4 if uses_int32 else 8)
 
     def _experts_backward(self) -> int:
-        """Return the numbers of a token in the gradients of the slots, at the fullest of three
-        moments: those of their inputs, of their outputs or of their gates."""
         mixture, hidden = self.spec.mixture, self.spec.hidden_size
         slots, intermediate = mixture.experts_per_token, mixture.expert_size
         input_numbers = hidden + 2 * intermediate
@@ -254,7 +241,7 @@ class Learning:
         if not self.lora:
             output_numbers += intermediate
         gate_numbers = 0
-        if mixture.clamped_gate is not None:  # gradients, and four tensors in float32
+        if mixture.clamped_gate is not None:  # gradients, and four float32 tensors
             gate_numbers = (3 + 4 * FLOAT // self.item) * intermediate
         return slots * max(input_numbers, output_numbers, gate_numbers)
 
@@ -267,8 +254,8 @@ def _uses_rotation_kernel(compute: Compute, spec: ModelSpec) -> bool:
 
 
 def logits(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int, learns: bool) -> int:
-    """Return the bytes while log-probs of `tokens` are made and differentiated, chunk by chunk
-    (`model.logprobs`). learns: whether the lm_head does."""
+    """Return the peak bytes of log-probs and their gradients, by chunks (`model.logprobs`). learns:
+    the lm_head."""
     on_cuda, item = compute.device.type == "cuda", compute.dtype.itemsize
     logit_item = FLOAT if on_cuda else item
     chunk = min(cfg.train.sized().logprob_chunk or 0, tokens)
@@ -280,21 +267,20 @@ def logits(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int, learn
     hidden_bytes = tokens * spec.hidden_size * item
     if not learns:
         return chunk_bytes + hidden_bytes
-    kept_bytes = 0  # gradients of the last chunks' logits, from forward to backward pass
+    kept_bytes = 0  # gradients of the last chunks' logits
     if on_cuda and item < FLOAT:
         num_chunks = -(-tokens // chunk)
         kept_bytes = min(KEPT, num_chunks) * chunk_logits * item
     head_size = spec.vocab_size * spec.hidden_size
     forward = kept_bytes + chunk_logits * logit_item
     kept_backward = kept_bytes + FLOAT * head_size
-    remade_backward = chunk_bytes + (FLOAT + item) * head_size  # of a chunk that was not kept
+    remade_backward = chunk_bytes + (FLOAT + item) * head_size
     return max(forward, kept_backward, remade_backward) + hidden_bytes
 
 
 def replay(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int) -> int:
-    """Return the bytes of replayed caches (`model.replay`): which compaction dropped each key,
-    copies of what precedes the first, and the gathered keys and values of a group of stretches,
-    with marks."""
+    """Return the bytes of replayed caches (`model.replay`): each key's compaction, copies of the
+    tokens before the first one, and gathered keys and values of a group of stretches."""
     cache = cfg.rollout.cache
     if not (cfg.train.replay_kv and cache.evicts):
         return 0
@@ -302,7 +288,7 @@ def replay(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int) -> in
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     cache_tokens = caches.policy(cfg).room(0)
     longest = min(spec.max_position, cfg.train.longest)
-    # A compaction's number is a byte for each key and head.
+    # A compaction number takes a byte.
     compactions = tokens * spec.num_kv_heads
     unevicted_tokens = min(tokens, round(tokens * cache_tokens / longest))
     copies = unevicted_tokens * (2 * q + 2 * kv) * item
@@ -315,8 +301,7 @@ def replay(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int) -> in
 def generating(
     cfg: RunConfig, compute: Compute, model: Transformer, prompts: int, samples: int
 ) -> int:
-    """Return the bytes of an engine step: its prompts in one pass, and the logits of new samples.
-    prompts: tokens; samples: the most in flight."""
+    """Return the bytes of an engine step. prompts: tokens of one pass; samples: most in flight."""
     dtype = get_format(compute.format(cfg.rollout.weights)).dtype or compute.dtype
     pass_tokens = max(samples, min(MOST_PREFILL, prompts))
     block_bytes = _pass_bytes(model.spec, dtype.itemsize, pass_tokens)
@@ -325,7 +310,6 @@ def generating(
 
 
 def _pass_bytes(spec: ModelSpec, item: int, tokens: int) -> int:
-    """Return the temporary bytes of a block in a forward pass."""
     slots, intermediate = spec.mixture.experts_per_token, spec.mixture.expert_size
     mlp = slots * (spec.hidden_size * 2 + intermediate)
     if spec.layers_with_experts < spec.num_layers:
@@ -334,14 +318,12 @@ def _pass_bytes(spec: ModelSpec, item: int, tokens: int) -> int:
 
 
 def _head_numbers(spec: ModelSpec) -> int:
-    """Return the numbers of a token's q, k and v, made and then rotated."""
     return 2 * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
 
 
 def graphs(cfg: RunConfig, compute: Compute, model: Transformer, samples: int) -> int:
-    """Return the bytes that graphs keep between steps. Decoding: the largest batch's logits and
-    rows, of latent attention q, k and v too, in two pools. Short prompt passes: a block's, with a
-    dequantized matrix."""
+    """Return the bytes that graphs keep. Decoding: the largest batch's logits and rows, and q, k, v
+    of latent attention, in two pools. Short prompt passes: a block and a dequantized matrix."""
     if compute.device.type != "cuda":
         return 0
     spec = model.spec
@@ -355,7 +337,6 @@ def graphs(cfg: RunConfig, compute: Compute, model: Transformer, samples: int) -
 
 
 def _dequantized_bytes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of the matrix that the engine dequantizes for many rows."""
     format = get_format(compute.format(cfg.rollout.weights))
     if compute.device.type != "cuda" or cfg.rollout.keep_dense:
         return 0

@@ -1,7 +1,6 @@
-"""Settings with which a run would fit: each change is planned before it is suggested.
+"""Settings with which a run would fit, each verified by a plan.
 
-A single setting comes first, in its mildest value that fits. Otherwise several are added, the
-cheapest first, and unneeded ones are left out.
+A single setting comes first, in its mildest value that fits; otherwise several, the cheapest first.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from lowroll.model.lora import NOT_IN_VLLM, attention_targets
 from lowroll.runs.assembly import engines
 from lowroll.runs.memory.plan import MemoryPlan, Planner, shown
 
-NAMED = 4  # most settings offered, each enough by itself
+NAMED = 4  # most alternatives offered
 Change = Mapping[tuple[str, ...], Any]  # values by sections and key
 RELEASE_CACHE: Change = {("rollout", "release_cache"): True}
 
 
 def check(planner: Planner, cfg: RunConfig, cached: int | None = None) -> MemoryPlan:
-    """Return the plan of a run. ValueError when it does not fit: by how much, and which settings
-    would. cached: cache tokens of a resumed run, which keeps them."""
+    """Return the plan of a run. ValueError names the missing bytes and settings that would fit.
+    cached: a resumed run's cache tokens, which it keeps."""
     if cached is not None:
         cfg = engines.with_rollout(cfg, cache_tokens=cached)
     plan = planner.plan(cfg)
@@ -30,7 +29,7 @@ def check(planner: Planner, cfg: RunConfig, cached: int | None = None) -> Memory
         return plan
     if cached is None:
         raise ValueError(f"{plan.problem}; {advice(planner, cfg)}")
-    hint = ""  # no other setting that saves memory here may change at a resumption
+    hint = ""  # no other setting that saves memory may change at a resumption
     if _fits(planner, cfg, RELEASE_CACHE):
         hint = f"; it would fit with {_describe(RELEASE_CACHE)}"
     raise ValueError(f"resume: a run keeps the KV cache that it began with: {plan.problem}{hint}")
@@ -61,8 +60,8 @@ def _fits(planner: Planner, cfg: RunConfig, change: Change) -> bool:
 
 
 def fitting_together(planner: Planner, cfg: RunConfig) -> tuple[Change, MemoryPlan]:
-    """Return a minimal set of changes with which the run fits, as one, and the plan with it; if it
-    never fits, all that save anything."""
+    """Return a minimal set of changes with which the run fits, else all that save anything, and the
+    plan."""
     changes, plan = _add_changes(planner, cfg)
     if not plan.missing:
         for change in list(changes):  # a later, stronger change may make this one unneeded
@@ -74,8 +73,6 @@ def fitting_together(planner: Planner, cfg: RunConfig) -> tuple[Change, MemoryPl
 
 
 def _add_changes(planner: Planner, cfg: RunConfig) -> tuple[list[Change], MemoryPlan]:
-    """Add one change of each setting that saves memory, until the run fits: the mildest with which
-    it fits, else the one that saves most. Return the changes and the plan with them."""
     changes: list[Change] = []
     plan = planner.plan(cfg)
     for knob in _knobs(planner, cfg):
@@ -122,10 +119,7 @@ def _yaml(value: Any) -> str:
 
 
 def _knobs(planner: Planner, cfg: RunConfig) -> list[list[Change]]:
-    """Return the changes of each setting, the cheapest setting first, from the mildest value on.
-
-    One that changes nothing saves nothing, so it is never suggested.
-    """
+    """Return the changes of each setting, the cheapest setting and mildest value first."""
     rollout, train = cfg.rollout, cfg.train.sized()
     longest = max((work.prompt + work.response for work in planner.workloads), default=1)
     recomputed = train.activation_checkpointing or 0

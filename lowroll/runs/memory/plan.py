@@ -1,14 +1,13 @@
-"""The memory of a run, phase by phase, before anything is loaded.
+"""The memory of a run by phase, planned before anything is loaded.
 
-    load        the learner's weights, and what a matrix is before it is quantized
-    generate    all that stays, the KV cache, a step's prompts and logits
-    learn       all that stays, the cache unless it is released, gradients, activations, and the
-                larger of logits, a block's gradients, and what the update takes
-    publish     all that stays, the cache unless it is released, and what measuring `weights/*` takes
+    load        the learner's weights, and a matrix before it is quantized
+    generate    permanent bytes, the KV cache, a step's prompts and logits
+    learn       permanent bytes, the cache unless released, gradients, activations, and the largest
+                of logits, a block's gradients and the update
+    publish     permanent bytes, the cache unless released, and measuring `weights/*`
 
-The KV cache gets what the run can use, or what its phases leave of the free memory (MARGIN apart).
-With several learner ranks and engines the plan is that of one rank's GPU (`Share`). Bytes are those
-that torch allocates.
+The KV cache gets what the run can use and its phases leave free, apart from MARGIN. Bytes are those
+that torch allocates on one GPU (`Share`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from lowroll.runs.memory import weights
 from lowroll.runs.memory.activations import FLOAT, Learning, generating, graphs, logits, replay
 
 MARGIN = 0.1  # of the free memory: the error of a plan
-# Bytes on CUDA of kernels and graphs' nodes, 0.23 GB on an H200, and of small state (docs/log/runs.md).
+# Bytes of CUDA kernels and graph nodes, 0.23 GB on an H200, and of small state (docs/log/runs.md).
 KERNELS = 400_000_000
 CACHE = "KV cache"
 PHASES = {"load": "loads", "generate": "generates", "learn": "learns", "publish": "publishes"}
@@ -40,8 +39,8 @@ PHASES = {"load": "loads", "generate": "generates", "learn": "learns", "publish"
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The bytes by phase and part, and the free bytes, if known. cache_tokens: of the KV cache;
-    usable_tokens: with which no sample waits for a page; usable_by: those samples in words."""
+    """The bytes by phase and part. usable_tokens: of a cache with which no sample waits for a page;
+    usable_by describes those samples."""
 
     phases: Mapping[str, Mapping[str, int]]
     free: int | None
@@ -63,12 +62,11 @@ class MemoryPlan:
 
     @property
     def missing(self) -> int:
-        """The bytes that the device lacks; 0 when the run fits or that is unknown."""
         return 0 if self.free is None else max(0, self.peak - self.free)
 
     @property
     def problem(self) -> str:
-        """Say by how much the run does not fit; "" when it does."""
+        """Describe by how much the run does not fit, or return ""."""
         if not self.missing or self.free is None:
             return ""
         return (
@@ -77,7 +75,7 @@ class MemoryPlan:
         )
 
     def lines(self) -> list[str]:
-        """Return the table: a row a part, a column a phase."""
+        """Return the table: a row for each part, a column for each phase."""
         free_text = "" if self.free is None else f" of {shown(self.free)} that are free"
         text_lines = [
             f"memory on {self.device}: {shown(self.peak)}{free_text}, while it {PHASES[self.largest]}"
@@ -106,7 +104,7 @@ class MemoryPlan:
 @dataclass(frozen=True)
 class Share:
     """The part of a run on the device. parts: ranks that share the learner, its optimiser and the
-    other models. engines: the run's engines there."""
+    other models."""
 
     parts: int = 1
     engines: int = 1
@@ -117,8 +115,8 @@ class Share:
 
 @dataclass(frozen=True)
 class Planner:
-    """A planner of `lowroll grpo` on one device. model, beside: the shapes of the learner and of
-    the other models. free: bytes before anything is loaded."""
+    """A planner of `lowroll grpo` on one device. model, beside: shapes of the learner and of the
+    other models. free: bytes before anything is loaded."""
 
     compute: Compute
     model: Transformer
@@ -142,10 +140,7 @@ class Planner:
         return cls(compute, model, workloads, beside, free, total, share)
 
     def plan(self, cfg: RunConfig) -> MemoryPlan:
-        """Return the bytes of every phase, with a cache of the set size or of one that fits.
-
-        Only lowroll's own engine has a cache in the plan; a vLLM's is in its share of the memory.
-        """
+        """Return the bytes of every phase, with a cache of the set size or of one that fits."""
         device = str(self.compute.device)
         has_engines = self.share.engines > 0
         permanent = self._learner(cfg)
@@ -173,8 +168,6 @@ class Planner:
         return MemoryPlan(phases, self.free, device, cache_tokens, usable_tokens, usable_by)
 
     def _usable(self, cfg: RunConfig) -> tuple[int, str]:
-        """Return the tokens of a cache with which no sample waits for a page, and the samples that
-        would fill it, in words."""
         page_size, max_batch, kv = cfg.rollout.page_size, cfg.rollout.max_batch, caches.policy(cfg)
         sizes = [(work.tokens(page_size, max_batch, kv), work) for work in self.workloads]
         if not sizes:
@@ -185,7 +178,6 @@ class Planner:
         return tokens, f"at most {rows} samples of {lengths_text} are drawn together"
 
     def _learner(self, cfg: RunConfig) -> dict[str, int]:
-        """Return the permanent bytes by part of the learner and the other models."""
         compute, model = self.compute, self.model
         all_bytes = weights.learner(cfg, compute, model)
         code_bytes = weights.codes(cfg, compute, model)
@@ -202,7 +194,6 @@ class Planner:
         return parts
 
     def _engines(self, cfg: RunConfig) -> dict[str, int]:
-        """Return the permanent bytes by part of this device's engines, without caches."""
         if cfg.rollout.engine != "native":
             return self._vllm(cfg)
         return {name: self.share.engines * size for name, size in self._engine(cfg).items()}
@@ -238,8 +229,7 @@ class Planner:
         return min(cfg.rollout.max_batch, max_samples)
 
     def _learning(self, cfg: RunConfig) -> dict[str, int]:
-        """Return the bytes by part of the learning policy, or of the critic if that is more, as
-        they learn in turns."""
+        """Return the bytes of the policy, or the critic's if larger: they learn in turns."""
         compute, minibatches = self.compute, cfg.train.minibatches
         tokens = max(_batch_tokens(stage_cfg, self.workloads) for stage_cfg in cfg.each_stage())
         candidates = [learning(cfg, compute, self.model, tokens, minibatches)]
@@ -253,7 +243,6 @@ class Planner:
         return largest | {"gradients": self.share.of(largest["gradients"])}
 
     def _generating(self, cfg: RunConfig) -> dict[str, int]:
-        """Return the temporary bytes of the engine's step, with a place for its cache."""
         if cfg.rollout.engine != "native":
             return {}
         prompts = max((work.groups * work.prompt for work in self.workloads), default=0)
@@ -266,8 +255,8 @@ class Planner:
         return self.share.engines * layout.bytes_per_token(self.model.spec, dtype)
 
     def _fitting_tokens(self, cfg: RunConfig, taken_bytes: int, usable_tokens: int) -> int:
-        """Return the tokens of a cache beside `taken_bytes`: whole pages, at most `usable_tokens`,
-        and at least those of the longest sample alone, fitting or not."""
+        """Return the cache tokens that fit, at most `usable_tokens`, and at least the longest
+        sample's."""
         page_size, kv = cfg.rollout.page_size, caches.policy(cfg)
         lone_samples = [replace(work, groups=1, n=1, longest=0) for work in self.workloads]
         least_tokens = max((work.tokens(page_size, 1, kv) for work in lone_samples), default=0)
@@ -284,7 +273,7 @@ class Planner:
 
 
 def plan_sft(cfg: RunConfig, compute: Compute, model: Transformer, longest: int) -> MemoryPlan:
-    """Plan the memory of `lowroll sft`. longest: tokens of a whole batch."""
+    """Plan the memory of `lowroll sft`. longest: tokens of a batch."""
     permanent = {
         "learner's weights": weights.learner(cfg, compute, model),
         "optimiser": weights.optimizer(cfg, compute, model),
@@ -305,10 +294,10 @@ def learning(
     minibatches: int,
     has_head: bool = True,
 ) -> dict[str, int]:
-    """Return the bytes by part of a model while it learns, at the fullest of three moments of a
-    minibatch's last backward pass: the logits, the last block's gradients, the update.
+    """Return a learning model's bytes by part, at the fullest of three moments of a minibatch's
+    last backward pass: the logits, the last block's gradients, the update.
 
-    tokens: of a whole batch. has_head: a critic makes no log-probs.
+    tokens: of a whole batch. has_head: False for a critic, which makes no log-probs.
     """
     minibatch_tokens = -(-tokens // minibatches)
     pass_tokens = min(cfg.train.together, minibatch_tokens)
@@ -341,8 +330,8 @@ def learning(
 
 
 def _loading_bytes(cfg: RunConfig, compute: Compute, model: Transformer) -> dict[str, int]:
-    """Return the bytes by part of loading. An adapter's base is quantized as it arrives, or, where
-    it is scaled first, after all of it has. Weights that learn stay dense."""
+    """Return the bytes of loading. An adapter's base is quantized as it arrives, or at the end if
+    it is scaled first."""
     learner = weights.learner(cfg, compute, model)
     if not cfg.train.lora:
         return {"learner's weights": learner, "arriving": 0}
@@ -357,8 +346,6 @@ def _loading_bytes(cfg: RunConfig, compute: Compute, model: Transformer) -> dict
 
 
 def _batch_tokens(cfg: RunConfig, workloads: Sequence[Workload]) -> int:
-    """Return the most tokens that a batch feeds to the learner. workloads: with those of
-    evaluations, so the batch's is recognised by its size."""
     batch_size = (cfg.num_groups, cfg.rollouts_per_example)
     sequence_tokens = [
         work.prompt + work.response for work in workloads if (work.groups, work.n) == batch_size

@@ -1,15 +1,14 @@
-"""The sizes of a learner's passes that a run leaves open (null), chosen by the memory plan on a
-CPU.
+"""The sizes of a learner's passes that the settings leave open, chosen by the memory plan on a CPU.
 
     tokens_per_microbatch       8192, 4096, ...: not below the longest sample, nor below LEAST
     logprob_chunk               1024, 256
     activation_checkpointing    false, true
 
 The first that fits is taken: shorter chunks first, then smaller micro-batches, and recomputing
-last, because only it costs time. Elsewhere the defaults stay.
+last, because only it costs time.
 
-The bound is CPU_BYTES of resident memory, or slightly more than the smallest passes need. Free
-memory counts only if nothing else fits, so that a resumed run chooses the same sizes.
+The bound is CPU_BYTES, or slightly more than the smallest passes need. Free memory counts only if
+nothing else fits, so that a resumed run chooses the same sizes.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from lowroll.model.transformer import Transformer
 from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.memory.plan import MemoryPlan, Planner, plan_sft, shown
 
-CPU_BYTES = 4_000_000_000  # of a run on a CPU, resident
-PROCESS = 500_000_000  # bytes of the interpreter and libraries, which plans leave out
-SLACK = 1.25  # resident bytes over those that torch allocates: what its allocator cannot reuse
+CPU_BYTES = 4_000_000_000  # resident, of a run on a CPU
+PROCESS = 500_000_000  # bytes of the interpreter and libraries
+SLACK = 1.25  # resident bytes over torch's: its allocator cannot reuse all
 LEAST = 512  # tokens of a micro-batch: fewer take longer
 SMALL_CHUNK = 256
 
 
 def chosen(planner: Planner, cfg: RunConfig) -> RunConfig:
-    """Return the settings with all sizes chosen, and a note on the choice."""
+    """Return the settings with all sizes chosen, and a note."""
     longest = max((work.prompt + work.response for work in planner.workloads), default=1)
     return _choose_sizes(cfg, planner.compute, longest, planner.plan)
 
@@ -39,8 +38,7 @@ def chosen(planner: Planner, cfg: RunConfig) -> RunConfig:
 def chosen_for_sft(
     cfg: RunConfig, compute: Compute, model: Transformer, longest: int, together: int
 ) -> RunConfig:
-    """Return the same for `lowroll sft`. model: its shapes. longest: tokens of the longest sample;
-    together: of a whole batch."""
+    """Return the same for `lowroll sft`. longest: tokens of a sample; together: of a batch."""
     return _choose_sizes(cfg, compute, longest, lambda now: plan_sft(now, compute, model, together))
 
 
@@ -52,7 +50,7 @@ def _choose_sizes(
     if compute.device.type == "cpu":
         candidates = list(ladder(cfg.train, longest))
     chosen_train = choose(candidates, lambda train: plan(cfg.model_copy(update={"train": train})))
-    # A smaller micro-batch must not shorten the longest sequence that the run allows.
+    # A smaller micro-batch must not shorten the longest allowed sequence.
     sized_cfg = cfg.model_copy(update={"train": chosen_train.keeping_longest(default_cfg.train)})
     changed_sizes = [
         f"train.{key}: {str(getattr(chosen_train, key)).lower()}"
@@ -70,7 +68,7 @@ def _choose_sizes(
 
 
 def choose(steps: Sequence[TrainConfig], plan: Callable[[TrainConfig], MemoryPlan]) -> TrainConfig:
-    """Return the first of the steps, from the largest to the smallest, that fits, or the last."""
+    """Return the first step that fits, from the largest to the smallest, or the last."""
     bound = max(CPU_BYTES, round(SLACK * resident(plan(steps[-1]))))
     plans = ((train, plan(train)) for train in steps)
     fitting = (train for train, now in plans if resident(now) <= bound and not now.missing)
@@ -78,8 +76,7 @@ def choose(steps: Sequence[TrainConfig], plan: Callable[[TrainConfig], MemoryPla
 
 
 def ladder(train: TrainConfig, longest: int) -> Iterator[TrainConfig]:
-    """Yield the settings from no change to the least memory; sizes that the user set stay.
-    longest: tokens of the longest sample."""
+    """Yield the settings from no change to the least memory. The user's sizes stay."""
     defaults = train.sized()
     token_counts = [defaults.together]
     if train.tokens_per_microbatch is None:
@@ -91,7 +88,7 @@ def ladder(train: TrainConfig, longest: int) -> Iterator[TrainConfig]:
     checkpointings = [defaults.activation_checkpointing]
     if train.activation_checkpointing is None:
         checkpointings.append(True)
-    # `product` varies its last list first: recomputing, which costs time, comes last.
+    # `product` varies its last list first, so recomputing comes last.
     for checkpointing, tokens, chunk in product(checkpointings, token_counts, chunks):
         sizes = {
             "activation_checkpointing": checkpointing,

@@ -1,5 +1,5 @@
-"""Bytes of what stays in a run: weights, adapters, masters and moments, the engine's weights and
-copies, what `weights/*` compares with. All sizes are exact. A model is its shapes.
+"""Exact bytes of a run's permanent tensors: weights, adapters, masters, moments, and the engine's
+copies.
 
 Legend: N out features, K in features, R adapter rank, L = R times the parts that have an adapter.
 """
@@ -39,8 +39,7 @@ def other_size(model: Transformer) -> int:
 
 
 def linear_bytes(model: Transformer, format: str) -> int:
-    """Return the bytes of the linear layers in a format. ValueError for a shape that it does not
-    support."""
+    """Count the linear layers in a format. ValueError for an unsupported shape."""
     total = 0
     for name, linear in model.linears():
         rows, columns = linear.weight.shape
@@ -52,25 +51,25 @@ def linear_bytes(model: Transformer, format: str) -> int:
 
 
 def largest(model: Transformer) -> int:
-    """Return the weights of the largest linear layer; all experts count as one."""
+    """Return the number of weights of the largest linear layer, with all experts of a stack."""
     return max(_num_weights(linear) for _, linear in model.linears())
 
 
 def largest_unit(model: Transformer) -> int:
-    """Return the most weights that ranks with parts gather at a time: a block's, or those outside
-    of blocks."""
+    """Return the most weights that sharded ranks gather at a time: a block's, or those outside
+    blocks."""
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
     return max(*blocks, sum(p.numel() for p in model.parameters()) - sum(blocks))
 
 
 def adapted(cfg: RunConfig, linear: Linear) -> dict[str, int]:
-    """Return the parts of a layer with an adapter, and their rows."""
+    """Return a layer's parts with an adapter, and their rows."""
     targets = cfg.train.lora_target_modules if cfg.train.lora else ()
     return {part: linear.parts[part] for part in lora.adapted_parts(linear.parts, targets)}
 
 
 def adapter_sizes(cfg: RunConfig, model: Transformer) -> list[int]:
-    """Return the number of parameters of every A [R, K] and B [rows, R]."""
+    """Return the sizes of every A [R, K] and B [rows, R]."""
     rank = cfg.train.lora_rank
     return [
         rank * features
@@ -81,8 +80,8 @@ def adapter_sizes(cfg: RunConfig, model: Transformer) -> list[int]:
 
 
 def adapter_copies(cfg: RunConfig, model: Transformer, item: int) -> int:
-    """Return the bytes of the copies that products read in place of A and B: [L, K] and the
-    block-diagonal [N, L] (`model.adapter`)."""
+    """Count the copies that products read instead of A and B: [L, K] and the block-diagonal [N, L]
+    (`model.adapter`)."""
     columns = sum(
         len(adapted(cfg, linear)) * (linear.in_features + sum(linear.parts.values()))
         for _, linear in model.linears()
@@ -91,7 +90,7 @@ def adapter_copies(cfg: RunConfig, model: Transformer, item: int) -> int:
 
 
 def learner(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of the learner's weights, with `codes` and an adapter's copies."""
+    """Count the learner's weights, with `codes` and an adapter's copies."""
     item, format = compute.dtype.itemsize, compute.format(cfg.rollout.weights)
     if cfg.train.lora:
         adapter = MASTER * sum(adapter_sizes(cfg, model)) + adapter_copies(cfg, model, item)
@@ -103,8 +102,7 @@ def learner(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def turned_codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of the codes with which a frozen int8 base multiplies gradients
-    (`model.frozen`)."""
+    """Count the codes by which a frozen int8 base multiplies gradients (`model.frozen`)."""
     if compute.dtype != torch.float32 or not limbs.supports_device(compute.device):
         return 0
     format = get_format(compute.format(cfg.rollout.weights))
@@ -116,24 +114,24 @@ def turned_codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of an aligned learner's codes, unless they are the adapter's base, and of
-    the transposed codes for gradients."""
+    """Count an aligned learner's codes beside the adapter's base, and transposed codes for
+    gradients."""
     forward_format = cfg.forward_weights
     has_base_codes = cfg.train.lora and forward_format == cfg.rollout.weights
     code_bytes = 0
     if forward_format is not None and not has_base_codes:
         code_bytes = linear_bytes(model, compute.format(forward_format))
-    if cfg.train.backward == "fp8":  # a byte a weight, and a scale for each input
+    if cfg.train.backward == "fp8":  # a byte for each weight, and a scale for each input
         num_scales = sum(linear.in_features for _, linear in model.linears())
         code_bytes += linear_size(model) + MASTER * num_scales
     return code_bytes
 
 
 def optimizer(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of moments and of float32 masters. An adapter is its own master."""
+    """Count moments and float32 masters. An adapter is its own master."""
     kind = cfg.train.optimizer
     if cfg.train.lora:
-        is_hidden = kind == "muon"  # all of its matrices are
+        is_hidden = kind == "muon"
         return sum(_moment_bytes(kind, size, is_hidden) for size in adapter_sizes(cfg, model))
     hidden = hidden_matrices(model) if kind == "muon" else {}
     return sum(
@@ -143,16 +141,15 @@ def optimizer(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def learning_sizes(cfg: RunConfig, model: Transformer) -> list[int]:
-    """Return the number of weights of every parameter that learns."""
+    """Return the sizes of the learning parameters."""
     if cfg.train.lora:
         return adapter_sizes(cfg, model)
     return [p.numel() for p in model.trainable_parameters().values()]
 
 
 def gradient(cfg: RunConfig, compute: Compute, micro_batches: int) -> tuple[int, int]:
-    """Return the bytes of a parameter's gradient before and after the last of so many backward
-    passes (`trainer.optim`): on CUDA a first gradient keeps its dtype, a second one makes both
-    float32."""
+    """Return the bytes of a parameter's gradient before and after the last backward pass
+    (`trainer.optim`). On CUDA a first gradient keeps its dtype; a second makes both float32."""
     item = compute.dtype.itemsize
     is_half = not cfg.train.lora and item < MASTER
     first_item = item if is_half and compute.device.type == "cuda" else MASTER
@@ -164,7 +161,7 @@ def gradient(cfg: RunConfig, compute: Compute, micro_batches: int) -> tuple[int,
 
 
 def engine(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of the engine's own weights, under LoRA of its adapters."""
+    """Count the engine's own weights, or its adapters under LoRA."""
     format = get_format(compute.format(cfg.rollout.weights))
     item = (format.dtype or compute.dtype).itemsize
     num_noisy = sum(norm.weight.numel() for _, norm in noisy_norms(model)) if cfg.noise else 0
@@ -181,8 +178,8 @@ def large_batch(cfg: RunConfig, model: Transformer) -> int:
 
 
 def dense_copies(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of the engine's copies beside the codes: on CUDA for `keep_dense`, on a CPU
-    for its products."""
+    """Count the engine's copies beside the codes: for `keep_dense` on CUDA, for products on a
+    CPU."""
     asked = compute.format(cfg.rollout.weights)
     format = get_format(asked)
     item = (format.dtype or compute.dtype).itemsize
@@ -202,8 +199,6 @@ def _dense_copy_bytes(
     item: int,
     is_exact: bool,
 ) -> int:
-    """Return the bytes of a layer's copy beside its codes in the format `form`. item: bytes of a
-    dense weight. is_exact: the engine is, and multiplies the codes themselves."""
     size = _num_weights(linear)
     dense_bytes = item * size
     if compute.device.type == "cuda":
@@ -214,17 +209,17 @@ def _dense_copy_bytes(
     if form.bits < 8:
         matrix = _product_shape(linear, model)
         return 0 if w4_avx2.supports_matrix(form.kernel, matrix, compute.device) else dense_bytes
-    if form.dense:  # a large matrix is packed
+    if form.dense:  # large matrices are packed
         return dense_bytes if size >= PACK_FROM else 0
     if isinstance(form, Int8) and w8a8_onednn.supports_device(compute.device):
         is_packed_twice = w8a8_vnni.supports_device(compute.device) and w8a8_onednn.has_amx()
-        return 2 * size if is_packed_twice else size  # codes in tiles, in oneDNN's order
+        return 2 * size if is_packed_twice else size
     return MASTER * size
 
 
 def compact_head(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the most bytes of the head's copy that an exact engine on a CPU decodes from
-    (`Transformer.logits`), in bfloat16. Only the values say whether there is one, or a smaller."""
+    """Count the most bytes of an exact CPU engine's bfloat16 head (`Transformer.logits`). Its
+    values decide whether there is one."""
     format = compute.format(cfg.rollout.weights)
     is_exact = exactness.of_engine(cfg, compute, model.spec, format)
     if not is_exact or compute.device.type != "cpu" or model.spec.hidden_size % ordered.GROUP:
@@ -233,8 +228,7 @@ def compact_head(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def watch(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of the copies with which `weights/*` compares: the adapters, or the
-    learner's linear weights and the engine's codes."""
+    """Count the copies that `weights/*` compares with."""
     if not _is_watched(cfg):
         return 0
     if cfg.train.lora:
@@ -249,15 +243,15 @@ def watch(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def watching(cfg: RunConfig, model: Transformer) -> int:
-    """Return the temporary bytes of measuring `weights/*`: float32 matrices of one layer and of the
-    one before (`weights.watch`)."""
+    """Count the temporary float32 matrices of `weights/*`: of this layer and the previous one
+    (`weights.watch`)."""
     if not _is_watched(cfg):
         return 0
     if not cfg.train.lora:
         return 3 * MASTER * largest(model)
     peak = previous_size = 0  # numbers
     for _, linear in model.linears():
-        # The base and its copy are made while those of the layer before still have a name.
+        # The previous layer's matrices still have a name while these are made.
         size = _num_weights(linear)
         making_base = 2 * previous_size + size
         making_copy = previous_size + 2 * size
@@ -273,19 +267,17 @@ def frozen(compute: Compute, model: Transformer) -> int:
 
 
 def critic(compute: Compute, model: Transformer) -> int:
-    """Return the bytes of PPO's critic and its optimiser, without gradients."""
+    """Count PPO's critic and its optimiser, without gradients."""
     head_size = 0 if model.lm_head is None else model.lm_head.numel()
     num_learning = sum(p.numel() for p in model.parameters()) - head_size
     return num_learning * (compute.dtype.itemsize + _master_bytes(compute) + 2 * MASTER)
 
 
 def _is_watched(cfg: RunConfig) -> bool:
-    """Return whether `weights/*` is measured: a remote engine shows only adapters."""
     return cfg.train.weight_metrics and (cfg.train.lora or cfg.rollout.engine == "native")
 
 
 def _product_shape(linear: Linear, model: Transformer) -> tuple[int, int]:
-    """Return the [rows, columns] of one product: of a stack, those of one expert."""
     rows, columns = linear.weight.shape
     if isinstance(linear, StackedLinear):
         rows //= model.spec.mixture.num_experts
@@ -301,7 +293,6 @@ def _master_bytes(compute: Compute) -> int:
 
 
 def _moment_bytes(kind: str, size: int, hidden: bool) -> int:
-    """Return the bytes of a parameter's moments. hidden: Muon moves it, with one moment."""
     if kind == "adamw8bit":
         moments = adamw8bit.moments(torch.empty(size, device="meta")).values()
         return sum(prod(shape) * dtype.itemsize for shape, dtype in moments)

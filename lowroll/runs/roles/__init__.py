@@ -1,16 +1,13 @@
 """A run whose engines, orchestrator and trainer are separate processes in one run folder.
 
-The roles:
-    engine         `lowroll serve FILE`: lowroll's own engine, or a vLLM
-    orchestrator   `lowroll orchestrate`; versions: the weights that engines draw from
-    trainer        `lowroll train`; rank_follower: its ranks other than rank 0
-    channels       the transport of rollouts
-    run_paths, heartbeat    their files, names, tokens and signs of life
-    limits, agreement       settings that they refuse, and that they must share
-
-Their supervision:
-    role           a role and its process, which local and ray implement
-    supervisor     the roles of a run
-    ranks          the ranks of a learner
-    devices        the GPUs of each process
+engine         `lowroll serve FILE`: lowroll's own engine, or a vLLM
+orchestrator   `lowroll orchestrate`; versions: the weights of the engines
+trainer        `lowroll train`; rank_follower: its ranks other than rank 0
+channels       the transport of rollouts
+run_paths, heartbeat    their files and heartbeats
+limits, agreement       settings that they refuse, and that they must share
+role           a role and its process, which local and ray implement
+supervisor     the roles of a run
+ranks          the ranks of a learner
+devices        the GPUs of each process
 """

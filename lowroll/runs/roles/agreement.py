@@ -1,6 +1,6 @@
 """The check that the roles of a run agree on shared settings. No torch.
 
-The trainer's are in RUN/config.yaml from its start on; engines report theirs on connection.
+The trainer's are in RUN/config.yaml; engines report theirs on connection.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lowroll.runs.assembly import capabilities
 from lowroll.runs.folder import CONFIG
 from lowroll.types import printable
 
-# ALWAYS: the keys of every orchestrator's file. A run.yaml also has those of OF_RUN.
+# The keys of every orchestrator's file. A run.yaml also has those of OF_RUN.
 ALWAYS = (
     "model",
     "batch_size",
@@ -78,7 +78,7 @@ def check_engines(cfg: RunConfig, pool: EnginePool) -> None:
             "(client.skip_model_check: true takes them)"
         )
     if offered.lora_rank is None:
-        return  # a vLLM rejects what it does not support when it is requested
+        return  # a vLLM rejects unsupported requests itself
     _check_formats(cfg, behavior.weights)
     _check_adapters(cfg, offered.lora_rank)
 
@@ -92,7 +92,6 @@ def _check_formats(cfg: RunConfig, held: str) -> None:
 
 
 def _check_adapters(cfg: RunConfig, max_rank: int) -> None:
-    """Raise ValueError for engines that cannot hold what is learned. max_rank: 0 for no adapters."""
     if cfg.train.lora and max_rank < cfg.train.lora_rank:
         support = f"adapters up to rank {max_rank}" if max_rank else "no adapters"
         raise ValueError(
@@ -104,7 +103,7 @@ def _check_adapters(cfg: RunConfig, max_rank: int) -> None:
 
 
 def _same_formats(wanted: str, held: str) -> bool:
-    """Return whether formats for few rows, and for many after a "+", are equal."""
+    """Compare formats for few rows, and for many after a "+"."""
     pairs = list(zip_longest(wanted.split("+"), held.split("+"), fillvalue=""))
     return all(a == b or (is_dense(a) and is_dense(b)) for a, b in pairs)
 

@@ -22,11 +22,11 @@ log = logging.getLogger(__name__)
 
 Alive = Callable[[], None]
 SEND_S = 86400.0  # `alive` detects a silent trainer long before
-POLL_S = 0.2  # between two looks for a batch that is made again
+POLL_S = 0.2  # between checks for a batch that is made again
 
 
 def sender(cfg: RunConfig, paths: RunPaths, attempt: int, alive: Alive) -> filesystem.Sender:
-    """Open the orchestrator's end. alive: raises when the trainer cannot answer any more."""
+    """Open the orchestrator's end. alive: raises when the trainer is gone."""
     transport_cfg = cfg.rollout_transport
     if transport_cfg.type == "filesystem":
         return filesystem.Sender(paths.spool, transport_cfg.hwm, SEND_S, alive=alive)
@@ -57,8 +57,8 @@ def receiver(
 
 
 class TrainerChannel:
-    """The trainer's end of the channel. It waits for an orchestrator that is restarted, or makes
-    batches again. alive: limits these waits by an exception. on_batch: called with each batch."""
+    """The trainer's end of the channel. It waits for an orchestrator that restarts or makes batches
+    again, until `alive` raises."""
 
     def __init__(
         self, alive: Alive, on_batch: Callable[[Batch], None] = lambda batch: None
@@ -80,8 +80,6 @@ class TrainerChannel:
         return batch
 
     def _receive(self, deadline: float) -> Batch:
-        """Return the next batch, by `deadline` of `time.monotonic`. Wait for an orchestrator that
-        is silent, or makes the batch again."""
         assert self._receiver is not None
         has_warned = False
         while True:

@@ -1,7 +1,7 @@
 """The assignment of GPUs to a launcher's children. No torch.
 
-The learner's ranks have the first GPUs, one each. The engines share the others, or without others
-the learner's, each as many as it needs. A single GPU is shared by all.
+The learner's ranks have the first GPUs, one each. The engines share the others, or the learner's if
+there are no others.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class Placement:
-    """The GPU of each rank and those of each engine; none where nothing is assigned."""
+    """The GPU of each rank and those of each engine; empty if nothing is assigned."""
 
     ranks: tuple[str, ...] = ()
     engines: tuple[tuple[str, ...], ...] = ()
 
     @property
     def learner(self) -> dict[str, str]:
-        """The environment of the trainer and its ranks."""
         return {VISIBLE: ",".join(self.ranks)} if self.ranks else {}
 
     def engine(self, number: int) -> dict[str, str]:
@@ -33,7 +32,7 @@ class Placement:
 
     @property
     def shares(self) -> int:
-        """The most engines on one rank's GPU."""
+        """Return the most engines on one rank's GPU."""
         return max(
             (sum(gpu in engine_gpus for engine_gpus in self.engines) for gpu in self.ranks),
             default=0,
@@ -54,7 +53,7 @@ class Placement:
 
 
 def visible() -> list[str]:
-    """Return this process's GPUs: CUDA_VISIBLE_DEVICES, else all of the machine."""
+    """Return this process's GPUs: CUDA_VISIBLE_DEVICES, else all."""
     if VISIBLE in os.environ:
         return [name.strip() for name in os.environ[VISIBLE].split(",") if name.strip()]
     names = (path.name[6:] for path in Path("/dev").glob("nvidia[0-9]*"))
@@ -62,8 +61,8 @@ def visible() -> list[str]:
 
 
 def place(gpus: Sequence[str], ranks: int = 1, engines: int = 1, each: int = 1) -> Placement:
-    """Assign GPUs to ranks and to engines, which need `each`. ValueError for fewer, unless 0, than
-    ranks or than one engine needs."""
+    """Assign GPUs to ranks and engines. ValueError for fewer GPUs, unless none, than ranks or than
+    one engine needs."""
     if not gpus or len(gpus) == ranks == each == 1:
         return Placement()
     if len(gpus) < ranks:
@@ -77,29 +76,29 @@ def place(gpus: Sequence[str], ranks: int = 1, engines: int = 1, each: int = 1) 
             f"{len(gpus)} ({', '.join(gpus)}; {VISIBLE} says which are used)"
         )
     other_gpus = gpus[ranks:]
-    shared_gpus = other_gpus if len(other_gpus) >= each else gpus  # among the engines
-    num_sets = len(shared_gpus) // each  # GPUs that do not make a whole set stay unused
+    shared_gpus = other_gpus if len(other_gpus) >= each else gpus
+    num_sets = len(shared_gpus) // each  # an incomplete set stays unused
     gpu_sets = [tuple(shared_gpus[i * each : (i + 1) * each]) for i in range(num_sets)]
     engine_gpus = tuple(gpu_sets[number % num_sets] for number in range(engines))
     return Placement(tuple(gpus[:ranks]), engine_gpus)
 
 
 def of_run(cfg: RunConfig) -> Placement:
-    """Place the roles of a run on this machine. ValueError as by `place`."""
+    """Place the roles of a run. ValueError as in `place`."""
     gpus_per_engine = 1 if cfg.rollout.engine == "native" else cfg.rollout.vllm.tensor_parallel_size
     gpus = [] if cfg.device == "cpu" else visible()
     return place(gpus, cfg.train.gpus, cfg.rollout.engines, gpus_per_engine)
 
 
 def check_ranks(cfg: RunConfig) -> None:
-    """Raise ValueError for fewer GPUs, unless 0, than ranks."""
+    """Raise ValueError for fewer GPUs, unless none, than ranks."""
     if cfg.device != "cpu":
         place(visible(), cfg.train.gpus)
 
 
 def own_first(local: int, gpus: Sequence[str]) -> dict[str, str]:
-    """Return the environment of a machine's `local`th rank: its own GPU first, then the others',
-    which NCCL reaches. ValueError without a GPU for it."""
+    """Return the environment of the machine's rank `local`: its own GPU first, then the others',
+    which NCCL reaches. ValueError without one."""
     if len(gpus) < 2 and not local:
         return {}
     if local >= len(gpus):

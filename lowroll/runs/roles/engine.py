@@ -1,7 +1,7 @@
-"""The engine of a run, for `lowroll serve FILE`, equal to that of a run in one process.
+"""The engine of a run, for `lowroll serve FILE`.
 
 A vLLM listens on a Unix socket that only this user can reach, since its control routes need no
-token. The role's heartbeat holds the address; a restarted one keeps it.
+token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lowroll.types import RunFailed
 if TYPE_CHECKING:
     from lowroll.engine.native import NativeEngine
 
-MOST = 64  # engines of one run folder
+MOST = 64  # of one run folder
 POLL_S = 0.2
 
 
@@ -42,7 +42,7 @@ def take_role(paths: RunPaths, stack: ExitStack, named: str | None) -> tuple[str
 
 
 def build(cfg: RunConfig) -> NativeEngine:
-    """Build an engine over the learner's initial model. ValueError names the invalid setting."""
+    """Build an engine over the learner's initial model."""
     from lowroll.engine.native import NativeEngine
     from lowroll.runs.assembly import engines, models
     from lowroll.runs.assembly.compute import Compute
@@ -79,7 +79,7 @@ def arguments_of(cfg: RunConfig, given: argparse.Namespace) -> argparse.Namespac
 
 
 def serve_vllm(cfg: RunConfig, paths: RunPaths, role: str, heartbeat: Heartbeat) -> NoReturn:
-    """Run a vLLM until a signal, which raises SystemExit. ValueError names what it cannot do,
+    """Run a vLLM until a signal, which raises SystemExit. ValueError names an unsupported setting,
     RunFailed how it ended."""
     from lowroll.engine.remote.vllm_process import lasting_folder
     from lowroll.runs.assembly import vllm
@@ -101,8 +101,6 @@ def serve_vllm(cfg: RunConfig, paths: RunPaths, role: str, heartbeat: Heartbeat)
 
 @contextmanager
 def _exit_on_signals() -> Iterator[None]:
-    """Exit at a signal in the block, also while vLLM starts."""
-
     def end(number: int, _: FrameType | None) -> None:
         sys.exit(128 + number)
 

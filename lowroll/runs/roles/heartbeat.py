@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 INTERVAL_S = 1.0
 SILENT_S = 30.0  # without a heartbeat until a warning
 GONE_S = 1800.0  # until others stop waiting for a restart
-LONGEST_STEP_S = 86_400.0  # wait for what another role makes; its heartbeat says if it is gone
+LONGEST_STEP_S = 86_400.0  # for another role's output, while its heartbeat tells if it is gone
 VARIABLE = "LOWROLL_SILENT_S"  # replaces SILENT_S, for tests
 
 
@@ -38,7 +38,7 @@ class Heartbeat:
         self.report: dict[str, Any] = {
             "role": role,
             "pid": os.getpid(),
-            "parent": os.getppid(),  # identifies, for rank 0, the starter of its ranks
+            "parent": os.getppid(),  # rank 0's ranks have it as their starter
             "host": socket.gethostname(),
             "attempt": attempt,
             "step": 0,
@@ -75,7 +75,6 @@ class Heartbeat:
             self._write()
 
     def _write(self) -> None:
-        """Replace the file by the report with the next count. An error is logged once."""
         with self._lock:
             self.report["beat"] += 1
             temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
@@ -84,7 +83,7 @@ class Heartbeat:
                 temporary.write_text(json.dumps(self.report))
                 os.replace(temporary, self.path)
                 self._trouble = ""
-            except OSError as error:  # a full disk must not end the run; the next beat may work
+            except OSError as error:  # a full disk must not end the run
                 if self._trouble != str(error):
                     self._trouble = str(error)
                     log.warning("%s: %s", self.path, error.strerror or error)
@@ -108,8 +107,8 @@ class HeartbeatMonitor:
         self.silent_s = silent_s()
         self.report: dict[str, Any] | None = read_heartbeat(path)
         self._changed_at = clock()
-        self._changes = 0  # number seen
-        self._has_warned = False  # of the present silence
+        self._changes = 0
+        self._has_warned = False
 
     def look(self) -> bool:
         """Read the heartbeat. Return whether it has changed."""
@@ -140,7 +139,7 @@ class HeartbeatMonitor:
 
     @property
     def silent_for(self) -> float:
-        """Seconds since the last change, or since the first look."""
+        """Return the seconds since the last change, or since the first look."""
         return self.clock() - self._changed_at
 
     def describe_report(self) -> str:

@@ -50,7 +50,7 @@ def refuse_budget(cfg: RunConfig) -> None:
 
 
 def refuse_engine(cfg: RunConfig) -> None:
-    """Raise ValueError for what a vLLM cannot do with roles."""
+    """Raise ValueError for settings that a vLLM does not support with roles."""
     rollout, broadcast_type = cfg.rollout, cfg.weight_broadcast.type
     if rollout.engine == "native":
         return

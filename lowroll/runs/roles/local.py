@@ -1,4 +1,4 @@
-"""`launcher: local`: the roles of a run as children of one command, killed with it by the kernel."""
+"""`launcher: local`: the roles of a run as children, which the kernel kills with the command."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def processes(cfg: RunConfig, paths: RunPaths) -> dict[str, LocalProcess]:
-    """Return the roles' processes, with their devices and not started."""
+    """Return the roles' processes with their devices, not started."""
     env = dict(os.environ)
     engines = engine_roles(cfg)
     if engines:  # else they have their own tokens
@@ -77,7 +77,6 @@ class LocalProcess(RoleProcess):
 
     @property
     def pid(self) -> int:
-        """The process ID; 0 before the start."""
         return 0 if self.child is None else self.child.pid
 
     def is_alive(self) -> bool:
@@ -128,8 +127,7 @@ def die_with_parent() -> None:
 
 
 def reserve_port(host: str) -> socket.socket:
-    """Return a socket whose port the system gives to nobody else; a process that names it may
-    listen there."""
+    """Return a socket that reserves a port, where a process may listen."""
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind((host, 0))

@@ -62,13 +62,13 @@ log = logging.getLogger(__name__)
 
 
 class Stopped(Exception):
-    """A signal has requested the end."""
+    """A requested end by a signal."""
 
 
 def orchestrate(cfg: RunConfig) -> int:
     """Make the batches of a run. Return the signal that ended it early, else 0.
 
-    ValueError names what is wrong with settings or run folder, RunFailed a missing role.
+    ValueError names invalid settings or a wrong run folder, RunFailed a missing role.
     """
     cfg = cfg.resolved()
     refuse(cfg)
@@ -130,8 +130,8 @@ class Orchestration:
             FileTokenizer(folder), cfg.rollout.tool_call_parser, cfg.chat_template_kwargs
         )
         environments = RunEnvironments(cfg)
-        self.tokens = paths.tokens()  # a missing one is reported before any wait
-        # not "waiting", which is ready: settings that are refused below end a launch at once
+        self.tokens = paths.tokens()  # before any wait, so that a missing token is reported at once
+        # not "waiting", which is ready: refused settings below then end a launch at once
         heartbeat.update(phase="meeting", doing="the trainer")
         tell(f"waiting for the trainer in {paths.run} (lowroll train)")
         self._meet_trainer()
@@ -140,7 +140,6 @@ class Orchestration:
         tell(f"waiting for engines: {', '.join(cfg.client.base_url) or 'lowroll serve'}")
         self.pool = stack.enter_context(self._pool(cfg))
         check_engines(trainer_cfg, self.pool)
-        # the engines know how much they cache, whatever the settings say
         cache_tokens = self.pool.server.cache_tokens or None
         sized_rollout = cfg.rollout.model_copy(update={"cache_tokens": cache_tokens})
         cfg = cfg.model_copy(update={"rollout": sized_rollout})
@@ -171,16 +170,16 @@ class Orchestration:
         self.initial_state = self.batches.state()
         self.batches.watch(self._phase, lambda text: tell(text))
         self.batches.more = self._pace
-        self._waited_s = 0.0  # for this step's weights, where its batch does not wait
+        self._waited_s = 0.0  # for this step's weights, outside its batch
         self._last_batch_at = time.monotonic()
 
     def alive(self) -> None:
-        """Check in waits for the trainer for a stop and its heartbeat."""
+        """Check for a stop and the trainer's heartbeat."""
         self.check_stop()
         self.trainer.check()
 
     def check_needed(self) -> None:
-        """Check as `alive` does. FrameGone when the trainer needs batches that are gone."""
+        """Check as `alive` does. FrameGone when the trainer needs lost batches."""
         self.alive()
         self.channel.check()
 
@@ -190,13 +189,13 @@ class Orchestration:
         self.check_stop()
 
     def _meet_trainer(self) -> None:
-        """Wait until the trainer has begun or resumed: files may be of an earlier run."""
+        """Wait for a begun or resumed trainer, because files may be of an earlier run."""
 
         def has_begun() -> bool:
-            is_alive = self.trainer.alive  # reads the report
+            is_alive = self.trainer.alive
             report = self.trainer.report or {}
             phase = report.get("phase")
-            if phase == "ended":  # it counts where no batch follows, else another trainer starts
+            if phase == "ended":  # counts if no batch follows, else another trainer starts
                 return report.get("step") == self.last or (self.paths.spool / END).exists()
             return is_alive and phase != "starting"
 
@@ -208,13 +207,12 @@ class Orchestration:
         )
 
     def _pool(self, cfg: RunConfig) -> RolloutPool:
-        """Connect to the engines of `client`, else to those registered in the run folder."""
         client, found = cfg.client, cfg.client.elastic
         token, admin_token = self.tokens
         elastic = None
         if found.hostname is not None:
             elastic = Elastic(found.hostname, found.port, found.sync_interval)
-        if client.base_url or elastic is not None:  # engines that others started
+        if client.base_url or elastic is not None:
             urls = list(client.base_url)
             token = os.environ.get(client.api_key_var) or token
             for url in overheard(urls or [f"http://{found.hostname}"]):
@@ -236,8 +234,6 @@ class Orchestration:
         return RolloutPool(urls, options, elastic=elastic, alive=self.check_stop)
 
     def _registered_engines(self, count: int) -> list[str]:
-        """Wait for `count` ready engines; return their addresses. ValueError for one that only its
-        own machine reaches."""
         monitors: dict[str, HeartbeatMonitor] = {}
         urls: list[str] = []
 
@@ -263,29 +259,29 @@ class Orchestration:
     # -- steps -------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Make all batches, and the last evaluation."""
+        """Make all batches and the last evaluation."""
         while True:
             try:
                 self._make_after(self._go_on())
                 break
-            except FrameGone as gone:  # a damaged checkpoint was replaced by an older one
+            except FrameGone as gone:  # an older checkpoint replaced a damaged one
                 log.warning("%s: what follows the trainer's checkpoint is made again", gone)
         self._commit()
         tell("the trainer has learned from every batch; nothing is left to make")
 
     def _make_after(self, last_made: int) -> None:
-        """Make the batches after the step `last_made`, with the evaluations between them, and wait
-        until the trainer has committed all. NoSignal ends the channel early."""
+        """Make the batches after step `last_made` with the evaluations, and wait until the trainer
+        has committed all. NoSignal ends the channel early."""
         try:
             if (ended := self.channel.spool.ended()) is not None:
-                raise NoSignal(ended)  # recorded before this process was started
+                raise NoSignal(ended)
             for step in range(last_made + 1, self.last + 1):
                 self._evaluate_after(step - 1)
                 self.step(step)
         except NoSignal as reason:
             tell(f"no batch follows: {reason}")
             self.channel.end(str(reason))
-        else:  # all steps were made
+        else:
             self._evaluate_after(self.last)
         if unjudged := self.batches.orchestrator.errors.unjudged():
             log.warning(unjudged)
@@ -297,7 +293,7 @@ class Orchestration:
         self.heartbeat.update(
             step=step, phase="waiting", doing=f"for the weights of {self.needs(step)}"
         )
-        if step == 1 or self.level == 0:  # otherwise the batches wait for them
+        if step == 1 or self.level == 0:  # other batches wait for their weights themselves
             began = time.monotonic()
             self.versions.at_least(self.needs(step), step - 1)
             self._waited_s = time.monotonic() - began
@@ -309,7 +305,6 @@ class Orchestration:
         self._commit()
 
     def _pace(self, batch: Batch) -> dict[str, float]:
-        """Return a batch's metrics of the engines, and at level 0 of this role's waits."""
         now = time.monotonic()
         wall_s = max(now - self._last_batch_at, 1e-9)
         self._last_batch_at = now
@@ -330,8 +325,8 @@ class Orchestration:
         return max(0, step - 1 - self.level)
 
     def _go_on(self) -> int:
-        """Restore the state after the newest batch in the spool, or where the trainer cannot go on
-        with it, after the trainer's checkpoint. Return the step."""
+        """Restore the state after the newest batch in the spool, or after the trainer's checkpoint
+        if the trainer cannot continue with that batch. Return the step."""
         cursor = self._cursor()
         spool = self.channel.spool
         newest = spool.newest()
@@ -342,9 +337,9 @@ class Orchestration:
             log.info("going on after the batch of step %d in the spool", newest.step)
             return newest.step
         self.channel.go_back(cursor)
-        if cursor.received > cursor.committed:  # of batches that may differ when made again
+        if cursor.received > cursor.committed:  # they may differ when made again
             tell(dismissal(cursor.attempt))
-            cursor = self._cursor()  # of the next attempt
+            cursor = self._cursor()
         self.committed = cursor.committed
         forget_evaluations(self.paths.run, cursor.committed)
         truncate_rollouts(self.paths.run / "rollouts", cursor.committed)
@@ -358,15 +353,13 @@ class Orchestration:
         return checkpoint.step
 
     def _cursor(self) -> Cursor:
-        """Return the cursor of the current trainer, or of one that has ended; wait for it."""
-
         def has_spoken() -> bool:
             self.trainer.look()
             report = self.trainer.report or {}
             cursor = self.channel.cursor()
             if cursor is None:
                 return False
-            # an earlier attempt's may be ahead of what the current one has resumed from
+            # an earlier attempt's may be ahead of the current checkpoint
             return report.get("phase") == "ended" or cursor.attempt >= report.get("attempt", 0)
 
         wait_until(
@@ -382,7 +375,6 @@ class Orchestration:
     # -- evaluations -------------------------------------------------------------------------------
 
     def _evaluate_after(self, step: int) -> None:
-        """Evaluate after a step if due: at a level above 0 the newest policy by then."""
         if step < 1 or not self.batches.evaluations.due(step) or self._recorded(step):
             return
         self.heartbeat.update(phase="waiting", doing=f"for the weights of {step}, to evaluate them")
@@ -400,7 +392,7 @@ class Orchestration:
 
 
 def _check_reached(said: Mapping[str, Any]) -> None:
-    """Raise ValueError for another machine's engine whose address leads to this one."""
+    """Raise ValueError for another machine's engine whose address leads to this machine."""
     if said.get("host") == socket.gethostname():
         return
     if str(said["url"]).startswith("unix:"):

@@ -1,7 +1,7 @@
 """The learner's ranks other than rank 0, which follow its orders.
 
     rank 0        learn + batch    checkpoint    ...    finish    end
-    the others    the same calls on a learner of the same kind, whose run folder writes nothing
+    the others    the same calls on a learner whose run folder writes nothing
 
 Only rank 0 reads the channel, writes and broadcasts.
 """
@@ -45,7 +45,7 @@ Do = Literal["learn", "checkpoint", "finish", "end"]
 
 @dataclass(frozen=True)
 class Order:
-    """An order to all ranks. step: of the batch or checkpoint."""
+    """An order to all ranks."""
 
     do: Do
     step: int = 0
@@ -80,7 +80,7 @@ def join_ranks(cfg: RunConfig, environment: RankEnvironment | None) -> Iterator[
 
 
 class OrderSender:
-    """Rank 0's side. It sends nothing when alone."""
+    """Rank 0's side of the orders, silent when alone."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -154,7 +154,7 @@ class Follower:
 
 
 class OrderReceiver:
-    """Rank 0's orders, and the learner's channel (`transport.base.RolloutReceiver`)."""
+    """Rank 0's orders, as the learner's channel (`transport.base.RolloutReceiver`)."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -180,7 +180,7 @@ class ReadOnlyFolder(RunFolder):
         self.asked_step = step
 
     def resume(self, step: int, about: Mapping[str, str]) -> None:
-        """Do nothing: rank 0 cuts the folder back."""
+        """Do nothing."""
 
     def keep_batch(self, name: str, batch: Batch) -> Path:
         return self.path / name
@@ -188,15 +188,14 @@ class ReadOnlyFolder(RunFolder):
     def save(
         self, step: int, tensors: Any, state: Any, meta: Any, parts: int = 1, share: Any = None
     ) -> None:
-        """Do nothing: rank 0 keeps the checkpoint."""
+        """Do nothing."""
 
     def publish(self, write: Callable[[Path], object]) -> None:
-        """Do nothing: rank 0 publishes the folder."""
+        """Do nothing."""
 
 
 class MirrorPublisher:
-    """The publisher of a learner whose engines are elsewhere. whole: the gathered weights, on
-    `device` of the leading rank."""
+    """A publisher for remote engines. whole: the gathered weights, on `device` of rank 0."""
 
     cache_tokens = None
     hidden_bytes = 0

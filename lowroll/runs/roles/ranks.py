@@ -1,12 +1,10 @@
-"""The learner's ranks as processes: which one this is, and starting all of them on one machine.
+"""The learner's ranks as processes.
 
 torchrun, srun or `lowroll train` with `train.gpus` above 1 set the environment. The latter starts
+the trainer, which is rank 0, and the ranks that follow it (`runs.roles.rank_follower`). Their logs
+are logs/trainer-rankN.log.
 
-    rank 0         the trainer                                       log logs/trainer-rank0.log
-    rank 1, ...    which follow it (`runs.roles.rank_follower`)      log logs/trainer-rank1.log, ...
-
-When one ends or is silent all end. The first signal goes to rank 0, which finishes the step and
-releases the others.
+When one ends or is silent all end. The first signal goes to rank 0, which finishes the step.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOCAL = "LOCAL_RANK"  # index on its machine; if unset all ranks are on one
 
 POLL_S = 0.1
-BLAME_S = 1.0  # to wait after the first exit: the cause is not always seen first
+BLAME_S = 1.0  # after the first exit: the cause is not always seen first
 LEAVING_S = 30.0  # for the others, after rank 0
 LOST = 3  # exit code of a rank that lost another
 STOPPED = 128 + signal.SIGTERM  # exit code of rank 0 after a requested stop
@@ -45,7 +43,7 @@ STOPPED = 128 + signal.SIGTERM  # exit code of rank 0 after a requested stop
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """Rank `rank` of `size`, the `local`th of its machine. They meet at host:port."""
+    """A rank of a learner. local: its index on the machine. The ranks meet at host:port."""
 
     rank: int
     size: int
@@ -85,7 +83,7 @@ class RankEnvironment:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variables that `read` reads."""
+        """Return the environment variables for `read`."""
         values = (self.rank, self.size, self.host, self.port, self.local)
         return {name: str(value) for name, value in zip((*NAMES, LOCAL), values, strict=True)}
 
@@ -100,8 +98,8 @@ def _read_number(name: str, environ: Mapping[str, str]) -> int:
 def launch_ranks(cfg: RunConfig, words: Sequence[str], resume: bool, overwrite: bool) -> RunResult:
     """Learn with `train.gpus` ranks. words: the command after `lowroll`.
 
-    ValueError has what a rank refuses, RunFailed the last error of one that ended or hangs, OSError
-    one of a full disk.
+    ValueError has what a rank refuses, RunFailed the error of one that ended or hangs, OSError that
+    of a full disk.
     """
     resolved = cfg.resolved()
     refuse(resolved)
@@ -129,7 +127,7 @@ class RankSupervisor:
         self.ranks = []
         for rank in range(size):
             heartbeat = paths.heartbeat(rank_role(rank))
-            heartbeat.unlink(missing_ok=True)  # of another launch
+            heartbeat.unlink(missing_ok=True)
             env = os.environ | RankEnvironment(rank, size, rank, host, port).variables
             process = LocalProcess(env, paths.log(f"{TRAINER}-rank{rank}"))
             self.ranks.append(Role(f"rank {rank}", words, process, heartbeat))
@@ -168,7 +166,6 @@ class RankSupervisor:
             self._blame()
 
     def _blame(self) -> None:
-        """Raise the error of the rank that failed first."""
         failed = self._failed()
         rank = next((rank for rank in failed if rank.exit_code != LOST), failed[0])
         rank.raise_users_mistake()
@@ -178,10 +175,9 @@ class RankSupervisor:
         raise RunFailed(rank.describe_exit())
 
     def _failed(self) -> list[Role]:
-        """Return the ranks that ended with an error."""
         ended = [rank for rank in self.ranks if not rank.process.is_alive()]
         for rank in ended:
-            rank.process.kill()  # what is left of its group
+            rank.process.kill()
         return [rank for rank in ended if rank.exit_code not in (0, STOPPED)]
 
     def _is_any_alive(self) -> bool:

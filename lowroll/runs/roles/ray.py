@@ -1,7 +1,7 @@
-"""`launcher: ray`: the roles of a run on a Ray cluster, each a process that an actor owns.
+"""`launcher: ray`: the roles of a run on a Ray cluster.
 
-One placement group has a bundle for each role. Ray finds another node for a bundle whose node is
-lost, and the role is restarted there.
+A placement group has a bundle for each role. Ray finds another node for a lost bundle, where the
+role is restarted.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ from lowroll.transport.base import wait_until
 from lowroll.types import RunFailed, printable
 
 MODE, RAYS_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
-# Prefixes of the variables that a role inherits from the command.
 PASSED = ("LOWROLL_", "HF_", "WANDB_", "MLFLOW_", "TRACKIO_", "NCCL_", "GLOO_")
 POLL_S = 0.1
-# A program of its own, since Ray reads its token settings at import. It exits with 0 when the
+# Ray reads its token settings at import, so this is a separate program. It exits with 0 when the
 # cluster answers a client without a token.
 AUTH_PROBE = """
 import sys
@@ -45,17 +44,16 @@ from ray._raylet import GcsClient
 GcsClient(address=sys.argv[1]).internal_kv_keys(b"", None, timeout=10.0)
 """
 AUTH_PROBE_S = 120.0  # importing Ray takes long on a busy machine
-OWN = {  # settings of our own cluster
+OWN = {  # of our own cluster
     "prestart_worker_first_driver": False,  # unused
-    "worker_niceness": 0,  # Ray's 15 would also slow the roles, which this machine is for
+    "worker_niceness": 0,  # Ray's 15 would slow the roles
 }
 QUIET = {"log_to_driver": False, "logging_level": "ERROR", "namespace": "lowroll"}
-STORE = 80 << 20  # bytes of our own cluster's object store, which carries nothing
+STORE = 80 << 20  # bytes of our own cluster's unused object store
 
 
 def processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> dict[str, ActorProcess]:
-    """Return the roles' processes: their actors have nodes, and nothing is started. Closing
-    `stack` ends and frees all of it.
+    """Return the roles' processes, placed and not started. Closing `stack` ends and frees them.
 
     ValueError names a node that does not see the run folder, RunFailed a role without a node.
     """
@@ -75,7 +73,7 @@ def processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> dict[str, Ac
         actor_processes[role] = process
     timeout_s = deadline_s + POLL_S  # a process reports a missing node earlier
     wait_until(
-        # a list: all are asked each time, because being asked lets an actor be created
+        # a list: asking creates a missing actor, so all are asked each time
         lambda: all([process.is_placed() for process in actor_processes.values()]),
         "the actors of Ray",
         timeout_s,
@@ -103,8 +101,7 @@ def demands(cfg: RunConfig, gpus: float) -> dict[str, tuple[float, float]]:
 
 
 def package(address: str | None) -> Any:
-    """Import Ray with token authentication, without telemetry. ValueError when it is missing or
-    in use."""
+    """Import Ray with token authentication. ValueError when it is missing or in use."""
     if sys.modules.get("ray") and os.environ.get(MODE) != "token":
         raise ValueError(
             f"launcher: ray: ray was imported before, without {MODE}=token in the environment: it reads "
@@ -128,7 +125,6 @@ def package(address: str | None) -> Any:
 
 @contextmanager
 def _connect_cluster(cfg: RunConfig) -> Iterator[None]:
-    """Connect to the cluster of ray.address, or to our own, for the block."""
     ray, address = package(cfg.ray.address), cfg.ray.address
     try:
         if address is None:
@@ -142,7 +138,6 @@ def _connect_cluster(cfg: RunConfig) -> Iterator[None]:
 
 
 def _join_cluster(ray: Any, address: str) -> None:
-    """Connect to a cluster. ValueError when it is not reached, or asks nobody for a token."""
     try:
         if is_loopback(address.rpartition(":")[0]):
             _keep_loopback()
@@ -160,9 +155,8 @@ def _join_cluster(ray: Any, address: str) -> None:
 
 @contextmanager
 def _own_cluster(cfg: RunConfig, ray: Any) -> Iterator[None]:
-    """Start a cluster at the loopback address, with its own token."""
     min_cpus = sum(int(cpus) for cpus, _ in demands(cfg, 0).values())
-    # for this user alone, which Ray does not ensure, and short, as names of sockets must be
+    # private, which Ray does not ensure, and short, as socket names must be
     folder = tempfile.mkdtemp(prefix="lowroll-ray-", dir="/tmp")
     _keep_loopback()
     try:
@@ -186,13 +180,12 @@ def _own_cluster(cfg: RunConfig, ray: Any) -> Iterator[None]:
             raise RunFailed(f"Ray listens at {host}, and was asked to at 127.0.0.1")
         yield
     finally:
-        ray.shutdown()  # before its folder goes
+        ray.shutdown()
         os.environ.pop(RAYS_TOKEN, None)
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _keep_loopback() -> None:
-    """Keep Ray from replacing 127.0.0.1 by another address."""
     from ray._private import ray_constants
 
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -255,7 +248,6 @@ def _cluster_gpus() -> float:
 
 @contextmanager
 def _reserve_group(wanted: dict[str, tuple[float, float]], deadline_s: float) -> Iterator[Any]:
-    """Reserve a bundle for each role for the block."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -279,8 +271,8 @@ def _reserve_group(wanted: dict[str, tuple[float, float]], deadline_s: float) ->
 
 @contextmanager
 def role_variables(cfg: RunConfig, paths: RunPaths) -> Iterator[tuple[str, str]]:
-    """Write the roles' environment variables and a word into a file for this user alone, because
-    secrets do not go through Ray; yield its path and the word."""
+    """Write the roles' environment variables into a private file, because secrets do not go through
+    Ray. Yield its path and a word that identifies it."""
     names = {THREADS, cfg.client.api_key_var, *cfg.ray.pass_env}
     names.update(name for env in (*cfg.env, *(cfg.eval.env or ())) for name in env.pass_env)
     inherited = {k: v for k, v in os.environ.items() if k in names or k.startswith(PASSED)}

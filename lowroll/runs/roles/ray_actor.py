@@ -1,7 +1,7 @@
 """A role's process on a Ray cluster, which ends with the actor that owns it.
 
-`ActorProcess` is the launcher's side, `RoleActor` the actor on its node. Ray carries commands,
-addresses and exits; weights, rollouts and requests use lowroll's own transports, secrets a file.
+`ActorProcess` is the launcher's side, `RoleActor` the actor on its node. Ray carries only commands,
+addresses and exits; secrets travel in a file.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from lowroll.runs.roles.local import LocalProcess, exit_of, is_port_free
 from lowroll.runs.roles.role import Exit, RoleProcess, is_writer
 from lowroll.types import RunFailed, printable
 
-WORD = "word"  # identifies the launcher's own file
-# Variables of a worker that a role does not get: it uses no cluster, and Ray limits its threads.
+WORD = "word"  # identifies the launcher's file
+# Variables that a role does not get: it uses no cluster, and Ray limits its threads.
 OURS, THREADS = "RAY_", "OMP_NUM_THREADS"
 ANSWER_S = 20.0  # for a known actor
-POLL_S = 0.25  # between two checks of a process
+POLL_S = 0.25  # between checks of a process
 LEFT_S = 60.0  # for a process to end after its actor or node was lost
 
 
@@ -38,7 +38,7 @@ class RoleActor:
 
     def meet(self, folder: str, variables: str, word: str) -> dict[str, str]:
         """Return the actor's address, host and node, and as `wrong` why the role cannot run there.
-        variables: the file of environment variables in the run folder."""
+        variables: the file of environment variables."""
         import ray
 
         node_info = {
@@ -64,7 +64,7 @@ class RoleActor:
         return node_info
 
     def start(self, role: str, words: list[str], folder: str, log: str) -> tuple[int, int]:
-        """Start the process; return its ID, and the size of its log before."""
+        """Start the process; return its ID and the earlier size of its log."""
         env = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
         env.pop(THREADS, None)
         env |= self.variables["all"] | self.variables.get(role, {})
@@ -73,7 +73,7 @@ class RoleActor:
         return self.process.pid, self.process.log_start
 
     def ends(self) -> list[Exit]:
-        """Return how the process ended, in a list that is empty before."""
+        """Return the process's end in a list, which is empty before."""
         if self.process is None or self.process.is_alive():
             return []
         return [self.kill()]
@@ -87,23 +87,23 @@ class RoleActor:
     def signal(self, number: int) -> bool:
         if self.process is not None:
             self.process.signal(number)
-        return True  # an answer, which None is not
+        return True  # an answer, unlike None
 
     def is_port_free(self, host: str, port: int) -> bool:
         return is_port_free(host, port)
 
 
 class ActorLost(Exception):
-    """An actor is gone or does not answer any more; the message says why."""
+    """A lost or silent actor."""
 
 
 class ActorAway(ActorLost):
-    """An actor does not answer now; Ray will report whether it is gone."""
+    """An actor that does not answer now; Ray will report whether it is gone."""
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle of the run's placement group. group, index: of Ray."""
+    """A bundle of the run's placement group."""
 
     group: Any
     index: int
@@ -114,7 +114,7 @@ class Bundle:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        # the class is sent by name: lowroll is installed on every node
+        # by name: lowroll is installed on every node
         options = ray.remote(RoleActor).options(
             num_cpus=self.cpus,
             num_gpus=self.gpus,
@@ -126,8 +126,8 @@ class Bundle:
 
 
 class ActorProcess(RoleProcess):
-    """A process that an actor owns. met: the arguments of `RoleActor.meet`. deadline_s: until a
-    node has the actor. lock: the folder that the role locks."""
+    """A process that an actor owns. met: arguments of `RoleActor.meet`. deadline_s: until a node
+    has the actor. lock: the folder that the role locks."""
 
     def __init__(
         self,
@@ -145,25 +145,25 @@ class ActorProcess(RoleProcess):
         self.log = log
         self.lock = lock
         self.pid = 0
-        self.node: dict[str, str] = {}  # the actor's reply to `meet`
+        self.node: dict[str, str] = {}
         self.actor: Any = None
-        self._meeting: Any = None  # the pending answer
+        self._meeting: Any = None
         self._unplaced_since = 0.0
         self._log_start = 0
-        self._ends: Any = None  # the pending answer whether the process has ended
+        self._ends: Any = None  # the pending reply of `ends`
         self._ask_at = 0.0
         self._lost_at = 0.0
 
     # -- placing -----------------------------------------------------------------------------------
 
     def is_placed(self) -> bool:
-        """Return whether an actor has a node, and no process of a lost one has the role. RunFailed
-        when no node has it in time."""
+        """Return whether an actor has a node, and no process of a lost actor has the role.
+        RunFailed when no node has it in time."""
         return self._meet() and not self._is_left()
 
     def _meet(self) -> bool:
-        """Return whether the actor has reported a usable node; create it if there is none. Errors
-        as of `is_placed`, and ValueError for a node that cannot run the role."""
+        """Return whether the actor has a usable node; create it if there is none. Errors are those
+        of `is_placed`, and ValueError for an unusable node."""
         if self.node:
             return True
         if self.actor is None:
@@ -201,9 +201,8 @@ class ActorProcess(RoleProcess):
         )
 
     def _is_left(self) -> bool:
-        """Return whether the process of a lost actor still holds the role's lock."""
         if not self._lost_at or time.monotonic() - self._lost_at > LEFT_S:
-            return False  # if it has, the next one reports it by name
+            return False
         try:
             refuse_locked(self.lock)
         except RunLockedError:
@@ -227,8 +226,7 @@ class ActorProcess(RoleProcess):
         return self.exit is None and self.pid > 0
 
     def _ask_for_exit(self) -> None:
-        """Set `exit` when the actor says how the process ended. This never waits: the next call
-        looks at an open question again."""
+        """Set `exit` when the actor reports the end, without waiting."""
         if self._ends is None:
             if time.monotonic() < self._ask_at:
                 return
@@ -236,10 +234,10 @@ class ActorProcess(RoleProcess):
         try:
             exits = answer(self._ends)
         except ActorAway:
-            exits = []  # a role whose actor stays away is silent, too
+            exits = []  # the heartbeat decides, as the role is silent too
         except ActorLost as error:
             return self._lose(error)
-        if exits is None:  # not answered yet
+        if exits is None:
             return
         self._ends = None
         self._ask_at = time.monotonic() + POLL_S
@@ -253,7 +251,7 @@ class ActorProcess(RoleProcess):
         try:
             return bool(self.ask("is_port_free", self.address, port))
         except ActorLost:
-            return True  # its next start detects that
+            return True  # the next start detects it
 
     def signal(self, number: int) -> None:
         with suppress(ActorLost):
@@ -273,7 +271,7 @@ class ActorProcess(RoleProcess):
     # -- the actor ---------------------------------------------------------------------------------
 
     def ask(self, method: str, *words: object) -> Any:
-        """Return the actor's answer to a call. ActorLost when there is none."""
+        """Return the actor's answer to a call, or raise ActorLost."""
         if self.actor is None:
             raise ActorLost("there is none")
         reply = answer(getattr(self.actor, method).remote(*words), ANSWER_S)
@@ -319,7 +317,7 @@ def answer(request: Any, timeout_s: float = 0.0) -> Any:
 
 
 def first_cause(error: Exception) -> str:
-    """Return the cause of an actor's end, of Ray's sentences about it."""
+    """Return the cause in Ray's message about an actor's end."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [line for line in lines if "because" in line]
     sentence = (causes or lines or [type(error).__name__])[0]

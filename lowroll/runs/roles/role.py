@@ -1,7 +1,6 @@
 """A role: a process with a heartbeat, deadlines and a restart budget.
 
-Its `RoleProcess` is a child of the launcher (`local`) or belongs to an actor of a Ray cluster
-(`ray_actor`).
+Its `RoleProcess` is the launcher's child (`local`) or belongs to a Ray actor (`ray_actor`).
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from lowroll.runs.roles.heartbeat import HeartbeatMonitor
 
 MOST_RESTARTS = 5  # within WINDOW_S
 WINDOW_S = 600.0
-FIRST_PAUSE_S = 0.5  # before a restart; it doubles with each one
+FIRST_PAUSE_S = 0.5  # before a restart; doubles each time
 LONGEST_PAUSE_S = 10.0
 POLL_S = 0.05
-ENDING_S = 120.0  # from the last heartbeat to the end: releasing a large model takes time
+ENDING_S = 120.0  # from the last heartbeat on: releasing a large model takes time
 START_S = 900.0  # until the first heartbeat: loading a large model takes minutes
 STARTING_FACTOR = 10.0  # of the usual deadline: a library on a slow disk holds Python's lock
 USERS_MISTAKE = 2  # the commands' exit code for invalid settings
@@ -37,8 +36,7 @@ class Exit:
 
 
 class RoleProcess(ABC):
-    """A role's process, which can be restarted once it has ended. address: of its machine. exit:
-    set when it was killed or found dead."""
+    """A role's process, which can be restarted. exit: set when it was killed or found dead."""
 
     log: Path
     address = "127.0.0.1"
@@ -58,7 +56,7 @@ class RoleProcess(ABC):
 
     @abstractmethod
     def wrote(self, heartbeat: Mapping[str, object]) -> bool:
-        """Return whether this process, or a rank that it has started, wrote a heartbeat."""
+        """Return whether this process, or a rank that it started, wrote a heartbeat."""
 
     @abstractmethod
     def is_port_free(self, port: int) -> bool:
@@ -66,7 +64,7 @@ class RoleProcess(ABC):
 
     @abstractmethod
     def signal(self, number: int) -> None:
-        """Signal the process alone."""
+        """Signal the process, not its group."""
 
     @abstractmethod
     def kill(self) -> None:
@@ -74,7 +72,7 @@ class RoleProcess(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """Name the process in a log."""
+        """Describe the process for a log."""
 
 
 def is_writer(pid: int, heartbeat: Mapping[str, object]) -> bool:
@@ -106,8 +104,8 @@ class RestartBudget:
         return float(min(FIRST_PAUSE_S * 2.0 ** max(0, self.restarts), LONGEST_PAUSE_S))
 
     def count_full_disk(self) -> float:
-        """Take back a start that ended with a full disk. Return the seconds since the first of
-        such ends in a row, each within WINDOW_S of the next."""
+        """Undo the count of a start that ended with a full disk. Return the seconds since the first
+        such end in a row."""
         now = time.monotonic()
         if self.full_disks and now - self.full_disks[-1] > WINDOW_S:
             self.full_disks.clear()
@@ -128,8 +126,8 @@ class Role:
         self.process = process
         self.monitor = HeartbeatMonitor(heartbeat)
         self.budget = RestartBudget()
-        self.is_ready = False  # was past its start in this launch
-        self.is_done = False  # has ended as it should
+        self.is_ready = False
+        self.is_done = False
         self.start_at = 0.0  # `time.monotonic` of a planned start, else 0
 
     def start(self, *more: str) -> None:
@@ -140,7 +138,6 @@ class Role:
 
     @property
     def exit_code(self) -> int:
-        """The exit code; 0 before the end."""
         return 0 if self.process.exit is None else self.process.exit.code
 
     def update(self) -> None:
@@ -155,12 +152,12 @@ class Role:
 
     @property
     def phase(self) -> str:
-        """The reported phase; "" before the first."""
+        """Return the reported phase, or ""."""
         heartbeat = self._own_heartbeat() if self.process.is_alive() else None
         return str((heartbeat or {}).get("phase", ""))
 
     def find_hang(self) -> str | None:
-        """Return why the process hangs, or None."""
+        """Describe why the process hangs, or return None."""
         if not self.process.is_alive():
             return None
         deadline_s = START_S

@@ -2,9 +2,9 @@
 
 config.yaml, metrics.jsonl, checkpoints/, final/, broadcasts/    the trainer's
 rollouts/, orchestrator/{ledger.jsonl, spool/, evaluations.jsonl}   the orchestrator's
-roles/<role>.json     a role's heartbeat      roles/<role>/.lock   who has the role
-roles/rollouts.json   where the orchestrator's socket is (zmq)
-roles/weights.json    where the trainer's socket is (nccl, cuda_ipc)
+roles/<role>.json     a role's heartbeat      roles/<role>/.lock   its holder
+roles/rollouts.json   the orchestrator's address (zmq)
+roles/weights.json    the trainer's address (nccl, cuda_ipc)
 roles/tokens.json     the tokens of the engines' clients; for the user alone
 """
 
@@ -25,7 +25,7 @@ SHORTEST = 16  # characters of a token
 
 
 def engine_roles(cfg: RunConfig) -> list[str]:
-    """Return the engines that a launcher starts; none where the settings name running ones."""
+    """Return the engines that a launcher starts; none if the settings name running ones."""
     if cfg.client.base_url or cfg.client.elastic.hostname is not None:
         return []
     return [f"{ENGINE}-{i}" for i in range(cfg.rollout.engines)]
@@ -47,8 +47,8 @@ class RunPaths:
         self.roles = self.run / "roles"
         self.broadcasts = self.run / "broadcasts"
         self.spool = self.run / "orchestrator" / "spool"
-        self.address = self.roles / "rollouts.json"  # of the orchestrator's socket
-        self.direct = self.roles / "weights.json"  # of the trainer's socket
+        self.address = self.roles / "rollouts.json"
+        self.direct = self.roles / "weights.json"
         self.ledger = self.run / "orchestrator" / "ledger.jsonl"
 
     def heartbeat(self, role: str) -> Path:
@@ -67,8 +67,8 @@ class RunPaths:
         return [f"{ENGINE}-{n}" for n in sorted(int(n) for n in numbers if n.isdigit())]
 
     def tokens(self) -> tuple[str, str]:
-        """Return the tokens of clients and admin: the environment's, else those of a file, which
-        the first call makes. ValueError for one token alone, or a short one."""
+        """Return the tokens of clients and admin: the environment's, else a file's, which the first
+        call makes. ValueError for one token alone, or a short one."""
         env_tokens = [os.environ.get(name, "") for name in (TOKEN, ADMIN)]
         if any(env_tokens):
             for name, token in zip((TOKEN, ADMIN), env_tokens, strict=True):

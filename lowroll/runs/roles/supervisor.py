@@ -1,8 +1,8 @@
 """The supervisor of a run's roles, for `launcher: local` and `launcher: ray`.
 
 A role that has ended or is silent is restarted alone. After 5 restarts within 10 minutes the run
-stops with that role's last error. The first signal lets the trainer finish its step and write a
-checkpoint, the second ends everything at once.
+stops with its last error. The first signal lets the trainer finish its step and write a checkpoint,
+the second ends everything at once.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from lowroll.types import RunFailed
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-ENDING_S = 30.0  # for a role that is done
+ENDING_S = 30.0  # for a finished role
 STOPPING_S = 590.0  # for the trainer's step and checkpoint
 DYING_S = 5.0  # for the trainer of a killed launcher
-FULL_DISK_PAUSE_S = 10.0  # before a restart after a full disk
+FULL_DISK_PAUSE_S = 10.0  # before a restart
 
 
 def launch(
@@ -55,11 +55,10 @@ def launch(
     resume: bool,
     overwrite: bool,
 ) -> RunResult:
-    """Make a run by its roles, in a folder as of `lowroll.run`. texts: files of a notebook or
-    script that the roles need.
+    """Make a run by its roles. texts: files of a notebook or script.
 
     RunLockedError names another run in the folder, ValueError has what a role refuses, RunFailed
-    the last error of one that could not be kept alive.
+    the last error of a role that kept ending.
     """
     resolved = cfg.resolved()
     refuse(resolved)
@@ -76,7 +75,7 @@ def launch(
         settings = paths.roles / "launch.yaml"
         write_file(settings, cfg.dump().encode())
         processes = _make_processes(resolved, paths, stack)
-        stop = stack.enter_context(polite_stop())  # Ray has taken signals for itself
+        stop = stack.enter_context(polite_stop())  # Ray takes signals for itself
         title = (
             f"{paths.run}: {resolved.algorithm}, {resolved.correction}; logs in {paths.run / LOGS}"
         )
@@ -100,8 +99,7 @@ def _make_processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> Mappin
 
 
 def await_unlocked(folder: Path) -> None:
-    """Raise RunLockedError when a process runs in the folder, and DYING_S have passed for those of
-    a launcher that has just died."""
+    """Wait DYING_S for the processes of a dead launcher; raise RunLockedError if one still runs."""
     deadline = time.monotonic() + DYING_S
     while True:
         try:
@@ -133,7 +131,7 @@ class Supervisor:
         self.display = display
         self.stop = stop
         self.flags = list(flags)
-        self.addresses: dict[str, tuple[str, int]] = {}  # of engines, by role
+        self.addresses: dict[str, tuple[str, int]] = {}
         self.trainer = role(TRAINER, "train")
         self.orchestrator = role(ORCHESTRATOR, "orchestrate")
         self.engines = [role(name, "serve") for name in engine_roles(cfg)]
@@ -166,7 +164,6 @@ class Supervisor:
         return self.stop.signal
 
     def _stop(self) -> int:
-        """End all roles once the trainer has written its checkpoint; return the signal."""
         self.trainer.process.signal(signal.SIGTERM)
         deadline = time.monotonic() + STOPPING_S
         while self.trainer.process.is_alive() and time.monotonic() < deadline:
@@ -195,7 +192,7 @@ class Supervisor:
     # -- restarts ----------------------------------------------------------------------------------
 
     def keep_alive(self, role: Role) -> None:
-        """Start a role that is due, and restart one that has ended or hangs."""
+        """Start a due role, and restart one that has ended or hangs."""
         if role.is_done:
             return
         role.update()
@@ -209,21 +206,20 @@ class Supervisor:
             role.process.kill()
             self._restart(role, hang)
         elif not role.process.is_alive():
-            role.process.kill()  # what is left of its group
+            role.process.kill()
             if role.exit_code == 0 and role not in self.engines:
                 role.is_done = True
                 return
             self._restart(role, role.describe_exit())
 
     def recall_orchestrator(self) -> None:
-        """Restart an orchestrator that has ended when the trainer, gone back to an older checkpoint,
-        waits for a batch."""
+        """Restart an ended orchestrator when the trainer, back at an older checkpoint, waits for a
+        batch."""
         if self.orchestrator.is_done and self.trainer.phase == "waiting":
             log.warning("the trainer has gone back, and the orchestrator is started again")
             self.orchestrator.is_done, self.orchestrator.start_at = False, time.monotonic()
 
     def _restart(self, role: Role, why: str) -> None:
-        """Schedule a restart. RunFailed when the role's budget is spent."""
         if role.exit_code == NO_ROOM:
             return self._restart_after_full_disk(role, why)
         pause_s = role.budget.pause_s()
@@ -256,10 +252,10 @@ class Supervisor:
         log.info("%s: %s: lowroll %s", role.name, role.process.describe(), " ".join(role.words))
 
     def late_words(self, role: Role) -> list[str]:
-        """Return the settings and flags that are known only when a role is started."""
+        """Return the settings and flags that are known only at a role's start."""
         address = role.process.address
         if role in self.engines:
-            # for direct weights: the trainer writes its address into the run folder
+            # for direct weights, whose address is in the run folder
             serve_settings = [f"serve.host={address}", f"serve.port={self._engine_port(role)}"]
             return [*serve_settings, *self._weight_words("127.0.0.1")]
         if role is self.trainer:
@@ -275,7 +271,6 @@ class Supervisor:
         return [f"weight_broadcast.host={address}", "weight_broadcast.port=0"]
 
     def _note_address(self, role: Role) -> None:
-        """Remember an engine's address, which it does not report during a restart."""
         url = (role.monitor.report or {}).get("url")
         if url and role.is_ready:
             parts = urlsplit(str(url))
@@ -283,7 +278,7 @@ class Supervisor:
 
     def _engine_port(self, engine: Role) -> int:
         """Return the port that the orchestrator knows, at first 0 for any. If it is taken or of
-        another machine, return 0, and have a restarted orchestrator find the engine."""
+        another machine, return 0 and restart the orchestrator."""
         address = engine.process.address
         host, port = self.addresses.get(engine.name, ("", 0))
         if not port or (host == address and engine.process.is_port_free(port)):
@@ -307,11 +302,11 @@ class Display:
     def __init__(self, cfg: RunConfig, paths: RunPaths, view: LiveView, resume: bool) -> None:
         self.run = paths.run
         self.view = view
-        self.step = 0  # of the last shown record
+        self.step = 0
         if resume and (self.run / METRICS_FILE).is_file():
             self.step = max((record["step"] for record in read(self.run)), default=0)
         self.evaluations = read_evaluations(self.run)  # already shown
-        self._sizes: list[int] = []  # of the record files
+        self._sizes: list[int] = []
         logs = self.run / LOGS
         self.warnings = {
             TRAINER: Warnings(logs, "attempt", *map(rank_role, range(1, cfg.train.gpus))),
@@ -319,8 +314,7 @@ class Display:
         }
 
     def show(self, roles: Sequence[Role], records: bool) -> None:
-        """Show what is new of the roles, and with `records`, which are of this launch then, of the
-        run folder."""
+        """Show the roles' news, and with `records` the run folder's."""
         files = [self.run / name for name in (METRICS_FILE, EVALUATIONS_FILE)]
         sizes = [path.stat().st_size if path.is_file() else 0 for path in files]
         if records and sizes != self._sizes:
@@ -332,7 +326,6 @@ class Display:
         self.view.phase(" | ".join(map(_describe_activity, roles)), 0, 0)
 
     def _show_records(self) -> None:
-        """Show new steps and evaluations. The evaluation of step 0 belongs to step 1."""
         recorded_steps = set()
         for record in read(self.run):
             if record["step"] > self.step:

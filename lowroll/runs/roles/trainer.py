@@ -1,7 +1,7 @@
 """`lowroll train`: learns from a remote orchestrator's batches, and broadcasts weights.
 
-A restarted trainer learns again from the batches since its last checkpoint. Versions that it
-broadcasts again have the same bytes and stay.
+A restarted trainer learns again from the batches since its last checkpoint, and broadcasts the same
+bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from lowroll.weights.watch import AdapterWatch, WeightWatch
 
 log = logging.getLogger(__name__)
 
-STEPS_IN_USE = 2  # versions that engines may still load, beyond those of the level
+STEPS_IN_USE = 2  # versions that engines may still load, beyond the level's
 
 
 def train(
@@ -54,8 +54,8 @@ def train(
     overwrite: bool = False,
     environment: RankEnvironment | None = None,
 ) -> RunResult:
-    """Learn from an orchestrator's batches. Folder, `resume`, `overwrite`, signals and result as by
-    `lowroll.run`. environment: of rank 0, where several ranks learn."""
+    """Learn from an orchestrator's batches. Other arguments and the result are those of
+    `lowroll.run`. environment: of rank 0, if several ranks learn."""
     resume = resume or resumes_by_config(cfg)
     cfg = cfg.resolved()
     refuse(cfg)
@@ -87,7 +87,7 @@ def train(
 
 
 class Training:
-    """The trainer's role. ValueError with `resume` when the newest checkpoint is another run's."""
+    """The trainer's role."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Training:
             deadline_s=LONGEST_STEP_S,
             whole=self.publisher.whole,
         )
-        self._ended = time.monotonic()  # the previous step
+        self._ended = time.monotonic()
 
     def watch(self, view: LiveView) -> None:
         def phase(name: str, done: int, total: int) -> None:
@@ -140,13 +140,13 @@ class Training:
         return 1
 
     def go_on(self) -> int:
-        """Continue from the newest undamaged checkpoint, else begin again; return the next step."""
+        """Continue from the newest undamaged checkpoint, else begin; return the next step."""
         checkpoint = self.learner.restore()
         committed = 0 if checkpoint is None else checkpoint.step
         spool = Spool(self.paths.spool)
         if not spool.reaches(committed):
             self.publisher.folder.forget_after(committed)
-        spool.reopen()  # it is ended again where it was ended
+        spool.reopen()
         if checkpoint is None:
             return self.begin(again=True)
         step = self.learner.go_on(checkpoint)
@@ -154,12 +154,11 @@ class Training:
         return step
 
     def _open(self, committed: int) -> None:
-        """Open the channel: the orchestrator may now rely on the folder."""
         self.channel.open(receiver(self.cfg, self.paths, self.home.attempt, committed, self._check))
         self.heartbeat.update(phase="waiting", step=committed)
 
     def _check(self) -> None:
-        """Check in waits for a batch for a stop, which drops the step, and for trouble elsewhere."""
+        """Check for a stop, which drops the step, and for failed roles."""
         if self.stop:
             raise StepDropped
         self.orchestrator.check()
@@ -187,7 +186,7 @@ class Training:
             self.checkpoint(step - 1)
 
     def checkpoint(self, step: int) -> None:
-        """Save a checkpoint, and release the batches up to it."""
+        """Save a checkpoint, and release its batches."""
         self.heartbeat.update(phase="checkpoint", doing="")
         self.orders.send("checkpoint", step)
         self.learner.checkpoint(step)
@@ -207,11 +206,11 @@ class Training:
 
 
 class Broadcasting(MirrorPublisher):
-    """A publisher of weights as folders that engines read, and of their metrics."""
+    """A publisher of weights as folders that engines read."""
 
     def __init__(self, cfg: RunConfig, policy: Policy, paths: RunPaths, attempt: int) -> None:
         compute = policy.compute
-        # what is only written to files is read from the host's memory
+        # for files alone the weights are read from the host's memory
         only_files = cfg.weight_broadcast.type == "filesystem" and not cfg.train.weight_metrics
         on_host = only_files and cfg.forward_weights is None
         super().__init__(cfg, policy, "cpu" if on_host else compute.device)
@@ -243,7 +242,7 @@ class Broadcasting(MirrorPublisher):
 
 
 def _make_shadow(cfg: RunConfig, compute: Compute, model: Transformer) -> Shadow | None:
-    """Return the engines' codes where an aligned learner has them, so that only changes travel."""
+    """Return an aligned learner's codes of the engines, so that only changes travel."""
     rollout = cfg.rollout
     if cfg.train.forward == "dense" or cfg.forward_weights != rollout.weights or cfg.train.lora:
         return None
@@ -254,7 +253,6 @@ def _make_shadow(cfg: RunConfig, compute: Compute, model: Transformer) -> Shadow
 
 
 def _open_weight_server(cfg: RunConfig, compute: Compute, paths: RunPaths) -> WeightServer | None:
-    """Open the direct route, and write its address for engines; None for `filesystem`."""
     broadcast_cfg = cfg.weight_broadcast
     if broadcast_cfg.type == "filesystem":
         return None

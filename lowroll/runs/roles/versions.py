@@ -21,8 +21,8 @@ MOST = 16  # remembered versions: open groups have tokens of fewer
 
 
 class Versions:
-    """The weight versions of the engines (`orchestrator.interfaces.WeightsWatch`). alive: called
-    in waits for the trainer. deadline_s: for a version. retract: called with the last valid version
+    """The weight versions of the engines (`orchestrator.interfaces.WeightsWatch`). alive: called in
+    waits for the trainer. deadline_s: for a version. retract: called with the last valid version
     when the trainer has gone back, before the engines load another."""
 
     def __init__(
@@ -45,16 +45,14 @@ class Versions:
         return 0 if self.held is None else self.held.version
 
     def at_least(self, version: int, most: int) -> int:
-        """Load and return the newest version up to `most`; wait until `version` is there."""
+        """Load and return the newest version up to `most`; wait for `version`."""
         return self._await(version, lambda: self.broadcasts.newest(most))
 
     def exactly(self, version: int) -> int:
-        """Load and return this version; wait until it is there."""
+        """Load and return this version; wait for it."""
         return self._await(version, lambda: self.broadcasts.at(version))
 
     def _await(self, version: int, allowed: Callable[[], Broadcast | None]) -> int:
-        """Load what `allowed` finds of at least this version; wait until it is there. Version 0 is
-        what the engines have without a broadcast."""
         broadcast = allowed()
         if broadcast is None or broadcast.version < version:
             if version == 0:
@@ -63,8 +61,8 @@ class Versions:
         return self._take(broadcast, allowed)
 
     def newer(self, most: int) -> int | None:
-        """Load and return a newer version up to `most`, or rewritten weights of the same one; None
-        without."""
+        """Load and return a newer version up to `most`, or replaced weights of the same one, or
+        None."""
         newest = self.broadcasts.newest(most)
         if newest is None or newest.version < self.version:
             return None
@@ -73,8 +71,8 @@ class Versions:
         return self._take(newest, lambda: self.broadcasts.newest(most))
 
     def _take(self, broadcast: Broadcast, allowed: Callable[[], Broadcast | None]) -> int:
-        """Have the engines load a broadcast; return its version. If it is superseded meanwhile,
-        because a trainer may serve its newest alone, load what `allowed` finds then."""
+        """Have the engines load a broadcast. If it is superseded meanwhile, because a trainer may
+        serve only its newest, load what `allowed` finds then. Return the version."""
         while self.held != broadcast:
             self._go_back(broadcast.version)
             try:
@@ -90,13 +88,12 @@ class Versions:
         return broadcast.version
 
     def _is_superseded(self, broadcast: Broadcast, allowed: Callable[[], Broadcast | None]) -> bool:
-        """Return whether an allowed broadcast replaces this one."""
         newest = allowed()
         return newest is not None and newest != broadcast and newest.version >= broadcast.version
 
     def _go_back(self, version: int) -> None:
-        """Forget the taken versions from the oldest on that the trainer has undone, and retract
-        what was drawn from them. version: loaded next."""
+        """Forget all versions from the oldest undone one on, and retract what was drawn from
+        them."""
         undone = [old for old, taken in self._taken.items() if self._is_gone(taken, version)]
         if not undone:
             return
@@ -109,21 +106,20 @@ class Versions:
         self.retract(oldest - 1)
 
     def _is_gone(self, taken: Broadcast, version: int) -> bool:
-        """Return whether a version was replaced, or is missing and later than `version`."""
         current = self.broadcasts.at(taken.version)
         return taken.version > version if current is None else _is_replaced(taken, current)
 
 
 def _is_replaced(taken: Broadcast | None, found: Broadcast) -> bool:
-    """Return whether another attempt has replaced a version's weights. What the same attempt
-    rewrites is the same."""
+    """Return whether another attempt has replaced a version's weights. The same attempt rewrites
+    equal ones."""
     if taken is None:
         return False
     return found.digest != taken.digest and found.attempt != taken.attempt
 
 
 class RolloutPool(EnginePool):
-    """The engines of a run with roles, as `runs.batches` uses them."""
+    """The engines of a run with roles, for `runs.batches`."""
 
     @contextmanager
     def without_noise(self, version: int) -> Iterator[None]:
