@@ -1,5 +1,4 @@
-"""Generalised advantage estimation for PPO with a critic (arXiv 1506.02438 eq. 16), for one
-response.
+"""Generalised advantage estimation for PPO (arXiv 1506.02438 eq. 16), for one response.
 
     delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1},   G_t = A_t + V_t
 
@@ -25,10 +24,7 @@ def gae(
     lam: float = 1.0,
 ) -> tuple[list[float], list[float]]:
     """Return (advantages, returns) of one response, one entry per token, 0.0 where the mask is 0.
-
-    Masked entries are ignored. ValueError for lengths that differ, a non-finite entry, or gamma or
-    lam outside of [0, 1].
-    """
+    ValueError for lengths that differ, a non-finite entry, or gamma or lam outside of [0, 1]."""
     if mask is None:
         mask = [1] * len(rewards)
     for name, entries in (("values", values), ("mask", mask)):
@@ -53,7 +49,7 @@ def gae(
 
 
 def place(reward: float, mask: Mask) -> list[float]:
-    """Return a response's token rewards: its score on the last unmasked token, else 0.0."""
+    """Return token rewards: the response's score on the last unmasked token, else 0.0."""
     last_index = max((t for t, m in enumerate(mask) if m), default=-1)
     rewards = [0.0] * len(mask)
     if last_index >= 0:
@@ -75,7 +71,7 @@ def whiten(advantages: Sequence[Sequence[float]], masks: Sequence[Mask]) -> list
     ]
     if not all(map(math.isfinite, unmasked)):
         raise ValueError("advantages: an unmasked entry is not finite")
-    mean = scale = 0.0  # a scale of 0 makes every advantage 0
+    mean = scale = 0.0  # makes every advantage 0
     if len(unmasked) > 1 and min(unmasked) != max(unmasked):
         mean = math.fsum(unmasked) / len(unmasked)
         variance = math.fsum((a - mean) ** 2 for a in unmasked) / (len(unmasked) - 1)

@@ -25,7 +25,7 @@ _MACHINE_ERRNOS = (  # errors of the machine: the same call can succeed later, o
     errno.ENOLCK,
     errno.ETIMEDOUT,
 )
-_RUST_OS_ERROR = re.compile(r"\(os error ([0-9]+)\)")  # safetensors' wording of system errors
+_RUST_OS_ERROR = re.compile(r"\(os error ([0-9]+)\)")  # safetensors' wording
 
 
 def read_file(path: Path) -> bytes:

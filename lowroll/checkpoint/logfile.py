@@ -13,7 +13,7 @@ _ERROR = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception|error): \S")
 _SECONDARY_ERROR = re.compile(
     r"root cause|EngineDeadError|See stack trace|RequestCancelled|CancelledError"
 )
-_MAX_BYTES = 1 << 18  # bytes read from the log's end
+_MAX_BYTES = 1 << 18  # from the log's end
 _NUMBER = re.compile(r"[0-9.]+(e[-+]?[0-9]+)?", re.ASCII)
 _WARNING_LINE = re.compile(r"^\S+ \S+ (?:WARNING|ERROR|CRITICAL) \S+: (.*)$")
 

@@ -32,7 +32,7 @@ from lowroll.types import printable
 log = logging.getLogger(__name__)
 
 MANIFEST = "MANIFEST.json"
-TEMPORARY = ".tmp-lowroll-"  # leftovers of this name are removed
+TEMPORARY = ".tmp-lowroll-"
 FORMAT = 1
 _CHUNK = 1 << 20
 _MAX_MANIFEST_BYTES = 16 << 20
@@ -40,15 +40,15 @@ _MAX_DIGEST_THREADS = 16
 
 
 class DamagedError(ValueError):
-    """A published folder was damaged."""
+    """A damaged published folder."""
 
 
 class DiskFullError(OSError):
-    """The disk filled up; nothing was published and the partial data is removed."""
+    """A full disk; nothing was published and the partial data is removed."""
 
 
 class NotSyncedError(OSError):
-    """The folder is published, but its sync to disk failed."""
+    """A published folder whose sync to disk failed, so that a power loss could remove it."""
 
 
 def publish_folder(dest: Path, write: Callable[[Path], None], meta: dict[str, Any]) -> Path:
@@ -57,7 +57,7 @@ def publish_folder(dest: Path, write: Callable[[Path], None], meta: dict[str, An
 
     FileExistsError for an existing `dest`, before anything is written. If `write` raises, its
     partial folder is removed; a full disk becomes DiskFullError, another system error an OSError
-    with the path. NotSyncedError when the folder exists, but could be lost with the power.
+    with the path. NotSyncedError when only the last sync failed.
     """
     dest = Path(dest)
     _check_absent(dest)
@@ -168,8 +168,7 @@ def remove_leftovers(folder: Path) -> None:
 
 @contextmanager
 def _temporary_sibling(dest: Path) -> Iterator[Path]:
-    """Yield a new, locked folder beside `dest`. After an error it is removed; a full disk becomes
-    DiskFullError, another system error an OSError with the path."""
+    """Yield a new, locked folder beside `dest`. After an error it is removed."""
     tmp, descriptor = _lock_new_sibling(dest)
     try:
         yield tmp
@@ -193,14 +192,14 @@ def _temporary_sibling(dest: Path) -> Iterator[Path]:
 
 
 def _lock_new_sibling(dest: Path) -> tuple[Path, int]:
-    """Make a folder beside `dest`, and return it and the descriptor that locks it. Another writer
-    may remove it before it is locked: then the next name is tried."""
+    """Make a folder beside `dest`; return it and the descriptor that locks it. If another writer
+    removes it before it is locked, the next name is tried."""
     for _ in range(16):
         tmp = dest.parent / f"{TEMPORARY}{dest.name}-{secrets.token_hex(4)}"
         tmp.mkdir(mode=0o755)
         try:
             descriptor = os.open(tmp, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:  # it was removed before it was opened
+        except FileNotFoundError:
             continue
         except OSError:
             tmp.rmdir()
@@ -230,7 +229,6 @@ def _check_absent(dest: Path) -> None:
 
 
 def _file_names(folder: Path) -> list[str]:
-    """Return the folder's files. ValueError for what is no regular file."""
     names = []
     for path in sorted(folder.rglob("*")):
         mode = path.lstat().st_mode
@@ -244,8 +242,8 @@ def _file_names(folder: Path) -> list[str]:
 
 
 def _read_manifest(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Return a manifest's files (name -> size and sha256) and meta. DamagedError when it is
-    missing, or not as it was written."""
+    """Return a manifest's files (name -> size and sha256) and meta. DamagedError when it is missing
+    or changed."""
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):  # a FIFO would block

@@ -3,9 +3,9 @@
 Processes that hold shards write `<name>.1of2.safetensors` and so on into the same folder. A
 tensor's rows are its parts' in order, so any number of processes can read them.
 
-A checkpoint exists whole or not at all (`publish`). `load()` returns the newest undamaged one; an
-empty store raises: a run never restarts from scratch by accident. A checkpoint is removed only
-after a newer one was synced, read back and verified.
+A checkpoint exists whole or not at all (`publish`). An empty store raises: a run never restarts
+from scratch by accident. A checkpoint is removed only after a newer one was synced, read back and
+verified.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint, tensors on the CPU as they were saved."""
+    """A verified checkpoint, tensors on the CPU."""
 
     step: int
     tensors: dict[str, dict[str, Any]]  # a torch.Tensor, or Pieces
@@ -124,7 +124,7 @@ class Store:
         """Publish checkpoint `step`, verify it from disk, then apply the retention rule.
 
         parts: the number of processes with shards; `tensors` are then the first one's, and
-        share(folder) has the others `write_part` theirs. ValueError for state that JSON would
+        share(folder) makes the others `write_part` theirs. ValueError for state that JSON would
         change (NaN, tuples, other keys than strings). FileExistsError when `step` exists,
         NotSyncedError when it could not be read back.
         """
@@ -237,7 +237,6 @@ class Store:
             )
 
     def _holds_foreign(self, step: int) -> bool:
-        """Return whether a checkpoint's folder holds what no save wrote, with a warning."""
         foreign = foreign_in(self.path(step), contents=False)
         if foreign:
             log.warning("%s: the folder stays", foreign)
@@ -247,7 +246,7 @@ class Store:
         self.clean()
         name = _folder_name(step)
         trash = self.folder / f"{TRASH}{name}"
-        os.rename(self.folder / name, trash)  # hidden from readers first
+        os.rename(self.folder / name, trash)  # hides it from readers first
         faultpoint(f"store.trashed/{name}")
         shutil.rmtree(trash)
         faultpoint(f"store.removed/{name}")
@@ -345,7 +344,7 @@ def _read_tensors(path: Path, name: str) -> dict[str, Any]:
     whole_file = path / f"{name}.safetensors"
     if whole_file.is_file():
         return dict(load_file(whole_file))
-    part_counts = []  # stated by the names of first parts
+    part_counts = []
     for file in published_files(path):
         if match := re.fullmatch(rf"{name}\.1of([0-9]+)\.safetensors", file):
             part_counts.append(int(match[1]))

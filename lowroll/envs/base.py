@@ -4,8 +4,7 @@
 sees the same task. `score(prompt, text)` is pure too; an exception becomes a ScoreError, never a
 reward of 0.
 
-A generated task is in the test split if the first byte of its text's SHA-256 is below 64, so splits
-are always disjoint.
+A hash of a generated task's text decides its split, so that splits are disjoint.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from lowroll.envs.outcome import InvalidScore, Outcome, Reply, as_score, awaited
 from lowroll.types import Message, Prompt, Score
 
 SPLITS = ("train", "test")
-MAX_TEXT = 50_000  # scored characters of a response
-TEST_BYTES = 64  # of 256: the share of generated tasks that is held out
-MAX_DRAWS = 200  # failed draws before the task space counts as too small
-NUM_FAILURES = 5  # examples that a Validation keeps
+MAX_TEXT = 50_000  # characters of a response
+TEST_BYTES = 64  # of 256: the held-out share of generated tasks
+MAX_DRAWS = 200  # then the task space counts as too small
+NUM_FAILURES = 5  # kept by a Validation
 
 
 def bounded(text: str) -> str:
@@ -34,7 +33,7 @@ def bounded(text: str) -> str:
 
 
 def split_of(text: str) -> str:
-    """Return a generated task's split, "train" or "test"."""
+    """Return a generated task's split, by the first byte of its SHA-256."""
     return "test" if hashlib.sha256(text.encode()).digest()[0] < TEST_BYTES else "train"
 
 
@@ -45,7 +44,7 @@ def assistant_turns(prompt: Prompt, messages: list[Message]) -> list[Message]:
 
 
 def judge(env: Environment, prompt: Prompt, said: str | list[Message]) -> Score:
-    """Score a response or a conversation. InvalidScore names a wrong return value; the scorer's
+    """Score a response or a conversation. InvalidScore for a wrong return value; the scorer's
     exceptions pass."""
     score = (
         env.score(prompt, said) if isinstance(said, str) else env.score_conversation(prompt, said)
@@ -55,7 +54,7 @@ def judge(env: Environment, prompt: Prompt, said: str | list[Message]) -> Score:
 
 @dataclass(frozen=True)
 class Validation:
-    """The outcome of `Environment.validate` over `count` tasks."""
+    """The outcome of `Environment.validate`."""
 
     env: str
     split: str
@@ -63,7 +62,7 @@ class Validation:
     gold_accepted: int
     gold_missing: int  # tasks without a gold or a perturbed answer
     perturbed_rejected: int
-    failures: tuple[str, ...] = ()  # the first NUM_FAILURES, one line each
+    failures: tuple[str, ...] = ()  # one line each
 
     @property
     def ok(self) -> bool:
@@ -74,15 +73,15 @@ class Environment(ABC):
     """The base class of environments. Subclasses take keywords of their own, and validate them."""
 
     exact = False  # no partial rewards, so a perturbed answer must score 0
-    # the score of a response that exceeds the pool's time limit; None: an error
+    # the score of a response that exceeds the time limit; None: an error
     overtaxed: Score | None = None
     together = False  # `score_together` scores all responses to a prompt
-    # set by a worker: reports what a slow scorer is doing
+    # a worker sets it, to learn what a slow scorer is doing
     tell: Callable[[str], object] = staticmethod(lambda doing: None)
-    max_turns = 1  # turns of the assistant; with 1 `respond` is never called
-    # tokens of a whole conversation with its prompt; None: the run's limit
+    max_turns = 1  # of the assistant; with 1 `respond` is never called
+    # of a conversation with its prompt; None: the run's limit
     max_sequence_tokens: int | None = None
-    # JSON schemas of callable functions, for the chat template
+    # JSON schemas for the chat template
     tools: Sequence[dict[str, Any]] = ()
     curriculum: Curriculum | None = None  # its tasks have their level as `info["level"]`
 
@@ -95,8 +94,7 @@ class Environment(ABC):
 
     @abstractmethod
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Return task number `index` (0, 1, ...) of a split. ValueError for one that is not
-        there."""
+        """Return task number `index` (0, 1, ...) of a split. ValueError if there is none."""
 
     @abstractmethod
     def score(self, prompt: Prompt, text: str) -> Outcome:
@@ -110,7 +108,7 @@ class Environment(ABC):
         be async.
 
         It must be pure: a turn may be requested again, in another process. Exceptions become a
-        ScoreError of the sample. `max_turns` bounds the calls.
+        ScoreError.
         """
         return None
 
@@ -127,7 +125,7 @@ class Environment(ABC):
 
     @abstractmethod
     def gold(self, prompt: Prompt) -> str:
-        """Return a response with a reward of 1 (also the SFT demonstration), or raise
+        """Return a response with a reward of 1, also the SFT demonstration, or raise
         NotImplementedError."""
 
     @abstractmethod
@@ -150,7 +148,7 @@ class Environment(ABC):
             raise ValueError(f"env {self.name!r}: index must be >= 0, got {index}")
 
     def rng(self, split: str, index: int, draw: int = 0) -> Random:
-        """Return the generator of one draw of a task. ValueError as of `check_task`."""
+        """Return the generator of one draw of a task. ValueError as `check_task`."""
         self.check_task(index, split)
         return Random(f"{type(self).__name__}/{self.seed}/{split}/{index}/{draw}")
 
@@ -160,8 +158,8 @@ class Environment(ABC):
         return Prompt(id=f"{split}/{index}", env=self.name, messages=messages, info=info)
 
     def validate(self, count: int = 64, split: str = "train") -> Validation:
-        """Score the gold and the perturbed response of the first `count` tasks of a split, here and
-        without time limits. A scorer that raises counts as a failure."""
+        """Score the gold and the perturbed response of the first `count` tasks of a split, without
+        time limits. A scorer that raises counts as a failure."""
         size = self.size(split)
         count = count if size is None else min(count, size)
         accepted = missing = rejected = 0
@@ -190,7 +188,7 @@ class Environment(ABC):
     def _reward_or_error(self, prompt: Prompt, text: str) -> float | str:
         try:
             return judge(self, prompt, text).reward
-        except Exception as error:  # failures of a scorer are reported
+        except Exception as error:  # reported as a failure
             return f"{type(error).__name__}: {error}"
 
 

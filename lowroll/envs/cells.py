@@ -42,12 +42,12 @@ class CellReference:
 
 
 def replaced(tree: Any, write: Callable[[Any], str]) -> Any:
-    """Return settings with `write(value)` in the place of Environment classes, functions, and rows at
-    their keys. An environment gets its class's name, unless the settings give one."""
+    """Return settings with `write(value)` in the place of Environment classes, functions, and rows
+    at their keys. An environment gets its class's name, unless the settings give one."""
     if isinstance(tree, Mapping):
         values = {}
         for key in tree:
-            last_key = str(key).rpartition(".")[2]  # of a dotted path, such as env.args.data
+            last_key = str(key).rpartition(".")[2]  # of a dotted path
             values[key] = _replaced_value(last_key, tree[key], write)
         environment: Any = tree.get("id")
         return {"name": environment.__name__, **values} if _is_environment(environment) else values
@@ -69,7 +69,6 @@ def _replaced_value(key: str, value: Any, write: Callable[[Any], str]) -> Any:
         return write(value)
     if key == "data" and isinstance(value, Mapping) and "train" in value:  # several splits
         test_split = next((name for name in TEST_SPLITS if name in value), None)
-        # the test rows are written first
         test_path = {} if test_split is None else {"test_path": write(value[test_split])}
         return {"path": write(value["train"]), **test_path}
     return replaced(value, write)
@@ -81,10 +80,7 @@ def _is_environment(value: object) -> bool:
 
 def named(value: Any, folder: Path) -> CellReference:
     """Return the id of a class or function, or the path of rows, with its file in `folder`, named
-    by a digest.
-
-    ValueError for a value, or something it uses, without text or name.
-    """
+    by a digest. ValueError for a value, or something it uses, without text or name."""
     if not callable(value):
         return _rows_reference(value, folder)
     if isinstance(value, type | types.FunctionType | types.MethodType | types.BuiltinFunctionType):
@@ -134,7 +130,7 @@ def _object_reference(value: Callable[..., Any], folder: Path) -> CellReference:
 
 
 def _import_place(module: types.ModuleType) -> str:
-    """Return what a worker imports a module by: its file if it is in no package, else its name."""
+    """Return the module's file if it is in no package, else its name, for workers to import."""
     file = getattr(module, "__file__", None)
     is_single_file = file is not None and not getattr(module, "__package__", "")
     return str(Path(str(file)).resolve()) if is_single_file else module.__name__
@@ -152,8 +148,6 @@ def _global_of(value: object) -> tuple[types.ModuleType, str] | None:
 
 
 def _object_source(name: str) -> str:
-    """Return the module text of the statement that assigns a global of the main module, with all
-    that it uses."""
     definitions: dict[str, str] = {}
     main_globals = vars(sys.modules[MAIN])
     text = _last_statement(name, [], lambda node: name in _assigned_names(node))
@@ -165,8 +159,6 @@ def _object_source(name: str) -> str:
 
 
 def _partial_source(value: Any) -> str:
-    """Return the module text of a partial function under its function's name. ValueError for an
-    argument without text."""
     function = value.func
     name = function.__name__
     for argument in (*value.args, *value.keywords.values()):
@@ -184,7 +176,7 @@ def _partial_source(value: Any) -> str:
     _collect_definition(name, function, name, definitions)
     keyword_texts = [f"{key}={argument!r}" for key, argument in value.keywords.items()]
     argument_texts = ", ".join([name, *map(repr, value.args), *keyword_texts])
-    # a key of its own, as `name` has the function's definition
+    # a separate key, as `name` has the function's definition
     definitions[f"{name}()"] = f"{name} = functools.partial({argument_texts})"
     return _module_text(name, definitions, _has_annotations(function))
 
@@ -202,7 +194,6 @@ def _digest_path(folder: Path, name: str, text: str, suffix: str) -> Path:
 
 
 def _refuse_nameless(value: Any) -> None:
-    """Raise ValueError for an object that a worker cannot find."""
     if not isinstance(value, types.FunctionType):
         raise ValueError(
             f"reward_funcs: {value!r} is no function of its own, and workers find functions by name; "
@@ -257,7 +248,6 @@ def source(value: type[Environment] | types.FunctionType) -> str:
 
 
 def _has_annotations(value: type | types.FunctionType) -> bool:
-    """Return whether the text was compiled with `from __future__ import annotations`."""
     return any(
         member.__code__.co_flags & __future__.annotations.compiler_flag
         for member in (value, *vars(value).values())
@@ -275,8 +265,8 @@ def _module_text(name: str, parts: Mapping[str, str], annotations: bool) -> str:
 
 
 def _collect_definition(name: str, value: object, user: str, parts: dict[str, str]) -> None:
-    """Add the text of a name, and before it of all that it uses, to `parts`, texts by name.
-    ValueError names `user`, which uses a value without text."""
+    """Add the text of a name to `parts`, behind all that it uses. ValueError for a value without
+    text."""
     if name in parts:
         return
     if getattr(value, "__module__", None) == MAIN and isinstance(value, type | types.FunctionType):
@@ -286,7 +276,7 @@ def _collect_definition(name: str, value: object, user: str, parts: dict[str, st
         for used_name in _global_names(text):
             if used_name in main_globals and not _is_builtin(used_name, main_globals[used_name]):
                 _collect_definition(used_name, main_globals[used_name], value.__name__, parts)
-        del parts[name]  # and added again, behind what it uses
+        del parts[name]  # moved behind what it uses
         parts[name] = text if value.__name__ == name else f"{text}\n\n{name} = {value.__name__}"
     elif isinstance(value, types.ModuleType):
         parts[name] = f"import {value.__name__} as {name}"
@@ -325,7 +315,6 @@ def _import_name(name: str, value: object) -> tuple[str, str] | None:
 
 
 def _is_literal(value: object) -> bool:
-    """Return whether a value's repr is a literal that gives it back."""
     try:
         return bool(ast.literal_eval(repr(value)) == value)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
@@ -333,7 +322,6 @@ def _is_literal(value: object) -> bool:
 
 
 def _definition_text(value: type | types.FunctionType) -> str:
-    """Return a main-module definition's text; ValueError when it was not kept."""
     members = [value] if isinstance(value, types.FunctionType) else list(vars(value).values())
     code_files = [
         member.__code__.co_filename for member in members if isinstance(member, types.FunctionType)
@@ -348,8 +336,7 @@ def _definition_text(value: type | types.FunctionType) -> str:
 
 def _last_statement(name: str, files: Iterable[str], defines: Callable[[ast.stmt], bool]) -> str:
     """Return the text of the last top-level statement that defines a name: in the first of these
-    files, the script and the notebook's cells, the latest first, that has one. ValueError for
-    none."""
+    files, the script and the notebook's cells, the latest first, that has one."""
     script = getattr(sys.modules[MAIN], "__file__", None)
     script_files = [script] if script else []
     for file in dict.fromkeys([*files, *script_files, *reversed(linecache.cache)]):
@@ -367,7 +354,6 @@ def _last_statement(name: str, files: Iterable[str], defines: Callable[[ast.stmt
 
 
 def _statements(text: str) -> list[ast.stmt]:
-    """Return the top-level statements of a text; [] for a syntax error."""
     try:
         return ast.parse(text).body
     except SyntaxError:  # for example a cell with magic commands

@@ -7,7 +7,7 @@ A task is a table of amounts, a start, a modulus and a number of rounds, such as
     2: a8 b5
     #### 5
 
-Totals that share a factor with the modulus cycle early and are not drawn.
+Totals that share a factor with the modulus cycle early, so they are not drawn.
 
 Reward = (1 - step_weight) * right + step_weight * prefix: `right` is 1 when the number after the
 last `####` is the last sum, `prefix` is the share of sums before the first wrong one.

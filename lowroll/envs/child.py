@@ -24,20 +24,17 @@ SET_ENV = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 PR_SET_PDEATHSIG = 1
-FEW = 8  # children that any machine may run
-A_CORE = 64  # children per core: most of them wait for a judge model
-CHILD_MB = 64  # memory of a child that imported sympy
-CHILD_FILES = 4  # file descriptors of a child
+FEW = 8  # on any machine
+A_CORE = 64  # children; most wait for a judge model
+CHILD_MB = 64  # of a child that imported sympy
+CHILD_FILES = 4
 
 
 def start(
     module: str, stderr: int, pass_env: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
     """Run `python -m module <pid of this process>` with pipes for input and output, as a session
-    leader.
-
-    Its environment is `machine.KEEP_ENV` and `pass_env`: no keys or tokens.
-    """
+    leader. Its environment is `machine.KEEP_ENV` and `pass_env`: no keys or tokens."""
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(

@@ -148,7 +148,7 @@ def _metrics(verdict: CaseResults | None) -> dict[str, float]:
 
 
 def task_of(row: dict[str, Any], where: str) -> CodeTask:
-    """Read a row. ValueError names file and line of one without a task or tests."""
+    """Read a row. ValueError for one without a task or tests."""
     question = next((row[key] for key in QUESTION_FIELDS if row.get(key)), None)
     if not isinstance(question, str) or not question.strip():
         raise ValueError(
@@ -173,7 +173,6 @@ def task_of(row: dict[str, Any], where: str) -> CodeTask:
 
 
 def _solution_of(row: dict[str, Any]) -> str:
-    """Return a row's first solution (text, list, or its JSON text), or ""."""
     value = next((row[key] for key in SOLUTION_FIELDS if row.get(key)), "")
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:

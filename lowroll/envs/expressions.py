@@ -2,8 +2,8 @@
 
 Rational numbers are compared exactly. Others are evaluated to `DIGITS` digits at points that depend
 only on the variables' names: agreement at all means equality (J. Schwartz, "Fast probabilistic
-algorithms for verification of polynomial identities", 1980). Nothing is simplified, which could
-take long. Sets and logic go to math-verify.
+algorithms for verification of polynomial identities", 1980). Simplification could take too long.
+Sets and logic go to math-verify.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from lowroll.envs.notation import repeating, ungrouped
 
 log = logging.getLogger(__name__)
 
-DIGITS = 60  # digits of a value at a point
-DIGITS_ALONE = 240  # digits of a value without variables
+DIGITS = 60  # of a value at a point
+DIGITS_ALONE = 240  # of a value without variables
 AGREE = 2 / 3  # share of the digits in which equal values agree
 ROUNDED = 6  # significant digits of a decimal for an irrational number
 POINTS = 3
@@ -76,10 +76,8 @@ def equal(gold: str, answer: str) -> bool:
 
 def proportion(gold: Sequence[str], answer: Sequence[str]) -> float | None:
     r"""Return the sign of the constant factor between two equations or inequalities, or None
-    without one: 1.0 for `2x = 4` and `x = 2`. Each is given by its sides, (left, right).
-
-    An equation of numbers alone, `12 = 2^2 \cdot 3`, must be spelled alike.
-    """
+    without one: 1.0 for `2x = 4` and `x = 2`. Each is given by its sides, (left, right). An
+    equation of numbers alone, `12 = 2^2 \cdot 3`, must be spelled alike."""
     fold = _can_ignore_case(" ".join(gold), " ".join(answer))
     gold_trees = [_gold_tree(side, fold) for side in gold]
     if not all(isinstance(tree, sympy.Expr) for tree in gold_trees):
@@ -98,13 +96,13 @@ def proportion(gold: Sequence[str], answer: Sequence[str]) -> float | None:
     factor = _constant_ratio(gold_difference, answer_difference)
     if factor is not None:
         return factor
-    # A quotient is zero where its numerator is, so equations with proportional numerators have the
-    # same solutions: `1/x = 2` and `1 = 2x`. The denominators of inequalities count as positive.
+    # Equations with proportional numerators have the same solutions: `1/x = 2` and `1 = 2x`. The
+    # denominators of inequalities count as positive.
     return _constant_ratio(_numerator(gold_difference), _numerator(answer_difference))
 
 
 def _difference(left: Any, right: Any) -> Any:
-    """Return left - right. It is not evaluated, which could take long."""
+    """Return left - right, unevaluated, as an evaluation could take long."""
     return sympy.Add(left, sympy.Mul(-1, right, evaluate=False), evaluate=False)
 
 
@@ -113,8 +111,8 @@ def _numerator(tree: Any) -> Any:
 
 
 def _can_ignore_case(gold: str, answer: str) -> bool:
-    """Return whether no letter of a text stands there in both cases, so that `X` and `x` can be the
-    same variable. The constants e and i do not count."""
+    """Return whether no letter of a text stands there in both cases, except the constants e
+    and i."""
     for text in (gold, answer):
         letters = set(re.sub(r"\\[A-Za-z]+", "", text)) - set("eEiI")
         if any(letter.isupper() and letter.lower() in letters for letter in letters):
@@ -123,7 +121,6 @@ def _can_ignore_case(gold: str, answer: str) -> bool:
 
 
 def _gold_tree(text: str, fold: bool) -> Any:
-    """Return a gold answer's tree; None when it cannot be parsed. GoldError for a timeout."""
     try:
         return _parse(text, fold)
     except AnswerTimeout as error:
@@ -261,7 +258,7 @@ def begins(text: str, number: str) -> bool:
 
 def rounds_to(text: str, tree: Any, cut: bool = False) -> bool:
     """Return whether a decimal of at least ROUNDED significant digits is the rounding of a number
-    without finite decimals: 0.333333 for 1/3. `cut`: rounding towards zero counts too."""
+    without finite decimals. `cut`: rounding towards zero counts too."""
     significant_digits = text.replace(".", "").lstrip("-0")
     if DECIMAL.fullmatch(text) is None or len(significant_digits) < ROUNDED:
         return False
@@ -312,7 +309,6 @@ def verified(gold: Any, answer: Any) -> bool:
 
 
 def _value_pairs(a: Any, b: Any) -> list[tuple[Any, Any]]:
-    """Return both trees' values at POINTS points, or their single values without variables."""
     a = _as_evaluable(a)
     b = _as_evaluable(b)
     names = sorted({symbol.name for symbol in a.free_symbols | b.free_symbols} - {"i"})
@@ -326,7 +322,6 @@ def _value_pairs(a: Any, b: Any) -> list[tuple[Any, Any]]:
 
 
 def _coordinate(name: str, point: int) -> Any:
-    """Return a rational of absolute value 1/4 to 4, positive at the first point."""
     rng = Random(f"{name}/{point}")
     value = sympy.Rational(rng.randrange(25_000, 400_000), 100_003)
     if point and rng.random() < 0.5:
@@ -348,8 +343,7 @@ def _as_evaluable(tree: Any) -> Any:
 
 
 def _value_at(tree: Any, point: Mapping[str, Any], digits: int) -> Any:
-    """Return a tree's (possibly complex) value at a point; None when undefined or infinite. The
-    symbol `i` is the imaginary unit."""
+    """Return a tree's complex value at a point; None when undefined or infinite."""
     substitutions = {
         symbol: sympy.I if symbol.name == "i" else point[symbol.name]
         for symbol in tree.free_symbols
@@ -370,7 +364,6 @@ def _is_zero(value: Any) -> bool:
 
 
 def _values_agree(u: Any, v: Any, digits: int = DIGITS) -> bool:
-    """Return whether two complex values agree in the share AGREE of their digits."""
     if _is_zero(u) and _is_zero(v):
         return True
     u_real, u_imaginary = u.as_real_imag()

@@ -33,7 +33,7 @@ from lowroll.types import nearest
 
 LEVEL = "curriculum_level"
 BLOCK = 256  # items of a list, which some generators prepare at construction
-CHILD_LIMIT = 60.0  # seconds for a child to answer
+CHILD_LIMIT = 60.0  # seconds
 KILL_LIMIT = 5.0  # seconds for the kernel to reap a killed child
 
 LISTS = re.compile(r"[\w\s,'\"\[\]-]*")
@@ -157,8 +157,8 @@ class _Server:
         self.starter = ThreadPoolExecutor(1, thread_name_prefix="generator-starter")
 
     def ask(self, *request: Any) -> Any:
-        """Send a request (name, options, seed, verb, arguments...: see `main`) and return its
-        result. ValueError with the child's reason; TimeoutError after `CHILD_LIMIT`."""
+        """Send a request (see `main`) and return its result. ValueError with the child's reason;
+        TimeoutError after `CHILD_LIMIT`."""
         with self.lock:
             if self.process is None:
                 self.process = self.starter.submit(
@@ -176,8 +176,6 @@ class _Server:
 
     @staticmethod
     def _exchange(process: subprocess.Popen[bytes], request: bytes, name: str) -> dict[str, Any]:
-        """Return the child's reply. TimeoutError after `CHILD_LIMIT`; RuntimeError when the child
-        ended."""
         assert process.stdin is not None and process.stdout is not None
         deadline = time.monotonic() + CHILD_LIMIT
         line = b""
@@ -208,7 +206,6 @@ atexit.register(server.stop)
 
 
 def _check_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a generator for its package. ValueError names an unknown one."""
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
@@ -231,7 +228,6 @@ def _check_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _composite_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return a composite's options, whose parts (`datasets`) become the package's DatasetSpec."""
     from reasoning_gym.composite import DatasetSpec
 
     datasets = options.get("datasets")
@@ -244,7 +240,6 @@ def _composite_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _num_levels(name: str, options: dict[str, Any]) -> int:
-    """Return the levels as `levels` does, in this process."""
     if name == "composite":
         _check_options(name, options)
         return max(len(_level_options(dataset["name"])) for dataset in options["datasets"])
@@ -336,8 +331,8 @@ def main() -> None:
 
 
 def _result(name: str, options: dict[str, Any], seed: int, verb: str, arguments: list[Any]) -> Any:
-    """Return the result of a request. The verb is "check" (None, if the options are valid),
-    "levels", "item" or "score"."""
+    """Return the result of a request: verb "check" (None, if the options are valid), "levels",
+    "item" or "score"."""
     if verb == "levels":
         return _num_levels(name, options)
     generator = _generator(json.dumps([name, options, seed]))

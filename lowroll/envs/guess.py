@@ -2,8 +2,8 @@
 
     user 1-9    assistant 5    user higher    assistant 7        found at the second of its turns
 
-The reward is 1 for the number, less `turn_cost` for each earlier guess; a miss gets `near` times
-1 - |guess - number| / width; anything else 0.
+The reward is 1 for the number, less `turn_cost` for each earlier guess; a miss gets `near` times 1
+- |guess - number| / width; anything else 0.
 """
 
 from __future__ import annotations

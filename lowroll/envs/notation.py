@@ -89,12 +89,12 @@ SWITCHES = (
     "displaystyle|textstyle|scriptstyle|limits|tiny|scriptsize|small|normalsize|[lL]arge|LARGE|"
     "[hH]uge|bf|it|rm|sf|tt|bfseries|itshape|mathstrut|strut"
 )
-DOTS = r"\ldots"  # the spelling of an ellipsis
+DOTS = r"\ldots"
 SPELLINGS = [
     (re.compile(pattern), by)
     for pattern, by in (
         (r"(?:\s|~)+", " "),
-        (r"(?<!\\)\\[()\[\]]|\\?\$", ""),  # formula delimiters and dollars
+        (r"(?<!\\)\\[()\[\]]|\\?\$", ""),  # formula delimiters
         (r"(^|[:=])\s*(\*\*|__|`)(.+?)\2", r"\1 \3"),  # bold and code in Markdown
         (r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?", ""),
         (rf"\\(?:{UNSEEN})\s*{BRACED}", ""),
@@ -207,7 +207,7 @@ NAME = re.compile(
     r"\\[A-Za-z]+(?![A-Za-z\s]*\{)(?:\s*[A-Z]+)?)"
     r"\s*(?:_\s*(?:\w|\{[^{}]*\}))?\s*(?:\^\{(?:\\prime)+\})?\s*(?:\([A-Za-z,\s]*\))?"
 )
-# units of a line with one number and no variables
+# of a line with one number and no variables
 GLUED = rf"(?:{SI}|l|C|F|{SHORT}|{NOT_GLUED}[A-Za-z]{{5,}})(?![A-Za-z])"
 APART = rf"(?:{SI}|l|a|C|F|[A-Za-z][A-Za-z'.-]+)(?![A-Za-z])"
 POWERED = r"(?:\s*\^\s*\{?-?[1-9]\}?)?"
@@ -256,8 +256,7 @@ def squeezed(text: str) -> str:
 
 
 def choice(text: str) -> tuple[str, str] | None:
-    r"""Return (letter, its text or "") of `(B)`, `B.`, `\text{(B)} 12`, if there is exactly
-    one."""
+    r"""Return (letter, its text or "") of `(B)`, `B.`, `\text{(B)} 12`, if there is exactly one."""
     match = CHOICE.fullmatch(text)
     if match is None or re.search(r"(?<![A-Za-z\\])[A-Z](?![A-Za-z])|,|\\neq|[=<>+^]", match[2]):
         return None
@@ -321,8 +320,8 @@ def without_unit(text: str) -> tuple[str, str]:
 
 
 def stated_number(text: str) -> str | None:
-    """Return the only number of a line such as `x = 1,000 dollars` or `5 million` ("5e6"), or
-    None."""
+    """Return the only number of a line such as `x = 1,000 dollars` or `5 million` ("5e6"),
+    or None."""
     name, equals, value_text = tidy(text).rpartition("=")
     if equals and NAME.fullmatch(name.strip()) is None:
         return None
@@ -353,7 +352,7 @@ def clock(text: str) -> tuple[int, int, str] | None:
 
 
 def numeral(text: str) -> tuple[str, str] | None:
-    """Return (digits, base) of `52_{8}`, or None, as for `2x_1`. `tidy` removes base ten."""
+    """Return (digits, base) of `52_{8}`, or None, as for `2x_1`."""
     match = NUMERAL.fullmatch(text)
     if match is None:
         return None

@@ -1,5 +1,6 @@
 """Conversion of an environment's return values: a score is a number, a Score or an awaitable; a
-reply is messages, None or an awaitable."""
+reply is messages, None or an awaitable.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ Outcome = Score | float | Awaitable[Score | float]
 Reply = list[Message] | None | Awaitable[list[Message] | None]
 
 MAX_REWARD = 1e6  # a larger reward is a bug of the scorer
-MAX_NAME = 100  # characters of a metric's name
-MAX_METRICS = 100  # numbers of a Score in addition to its reward
+MAX_NAME = 100  # characters
+MAX_METRICS = 100  # of a Score
 MAX_ANSWER = 500_000  # characters of an environment's messages, as JSON
 ANSWERING = (
     "user",
@@ -57,8 +58,8 @@ class InvalidReply(InvalidScore):
 
 
 def awaited(value: Any) -> Any:
-    """Return what a call gave, awaited if need be: all on one event loop, so that a scorer may keep
-    a client open."""
+    """Return a call's result, awaited if needed. All calls share one event loop, so that a scorer
+    may keep a client open."""
     if not inspect.isawaitable(value):
         return value
     thread, runner = _event_loop()

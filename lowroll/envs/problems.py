@@ -44,10 +44,8 @@ class Problem:
 
 
 class FinalAnswer(Environment):
-    """A reward of 1 when the final answer equals the gold answer, else 0.
-
-    Metrics: `has_answer`, and `unjudged` for a wrong answer that could not be evaluated.
-    """
+    """A reward of 1 when the final answer equals the gold answer, else 0. Metrics: `has_answer`,
+    and `unjudged` for a wrong answer that could not be evaluated."""
 
     exact = True
     overtaxed = Score(0.0, {"has_answer": 1.0, "unjudged": 1.0})
@@ -129,7 +127,7 @@ class Problems(FinalAnswer):
 
 
 def ends_in(solution: str, answer: str, hashes: bool) -> bool:
-    """Return whether a worked solution ends in this answer: after ####, or in a box."""
+    """Return whether a worked solution ends in this answer."""
     stated = last_answer(solution) if hashes else boxed_answer(solution)
     return stated == answer or (stated is not None and bool(same_number(answer, stated)))
 
@@ -161,8 +159,7 @@ def _stated_answer(response: str, hashes: bool) -> str | None:
 
 
 def problem_of(row: dict[str, Any], where: str) -> Problem | None:
-    """Read a row; None for an empty gold answer. ValueError names file and line of one without
-    fields."""
+    """Read a row; None for an empty gold answer. ValueError for one without fields."""
     question = next((row[key] for key in QUESTION_FIELDS if key in row), None)
     if not isinstance(question, str) or not question.strip():
         raise ValueError(f"{where}: no text in any of the fields {', '.join(QUESTION_FIELDS)}")
@@ -179,7 +176,7 @@ def read_answer(row: dict[str, Any], key: str, where: str) -> tuple[str, str]:
     values = row[key] if isinstance(row[key], list) else [row[key]]
     texts = [as_text(value, where) for value in values]
     whole = ", ".join(texts)
-    if key == "solution":  # a worked solution, whose last sentences hold the answer
+    if key == "solution":  # its last sentences hold the answer
         answer = last_answer(whole, joined=False) or ""
     else:
         answer = ", ".join(filter(None, map(final_answer, texts)))

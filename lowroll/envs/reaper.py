@@ -19,7 +19,7 @@ from pathlib import Path
 from lowroll.envs import child
 
 PR_SET_CHILD_SUBREAPER = 36
-END_LIMIT = 3.0  # seconds for killed processes to end
+END_LIMIT = 3.0  # seconds
 HEARD = (signal.SIGCHLD, signal.SIGTERM)
 
 
@@ -38,7 +38,7 @@ def fork_worker(parent: int) -> None:
         child.die_with(reaper)
         return
     null = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):  # only the worker may hold the pool's pipes, whose end marks its own
+    for stream in (0, 1, 2):  # the end of the pool's pipes must mark the worker's end
         os.dup2(null, stream)
     status = _watch(worker)
     _kill_all(worker)
@@ -56,7 +56,6 @@ def _watch(worker: int) -> int:
 
 
 def _reap() -> tuple[int, int] | None:
-    """Return (pid, status) of an ended child, or None."""
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -87,13 +86,12 @@ def _kill(pid: int) -> None:
 
 
 def _descendants(root: int) -> Iterator[int]:
-    """Yield the descendants of `root`; none without /proc."""
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, parent = entry.read_text(errors="replace").rpartition(")")[2].split()[:2]
         except (OSError, ValueError):
-            continue  # the process ended meanwhile
+            continue  # the process ended
         if state != "Z":
             parents.setdefault(int(parent), []).append(int(entry.parent.name))
     pending = list(parents.get(root, ()))

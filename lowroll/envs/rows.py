@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 class SplitRows(Generic[T]):
     """Train and test rows converted by `convert(row, where)`; None skips a row. `more`: fields of
-    both sources (`subset`, `revision`, `streaming`, `rows`)."""
+    both sources."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class SplitRows(Generic[T]):
             self.sources["train"] = DataSource(path, split, **more)
         if test_path is not None:
             self.sources["test"] = DataSource(test_path, test_split or "test", **more)
-        self._epoch = -1  # of `_epoch_order`
+        self._epoch = -1
         self._epoch_order: list[int] = []  # the train rows' numbers in the order of that epoch
 
     @cached_property
@@ -77,7 +77,7 @@ class SplitRows(Generic[T]):
 
     @property
     def is_held_out(self) -> bool:
-        """Whether the test rows are a share of the train split's."""
+        """True if the test rows are a share of the train split's."""
         return self.held_out > 0 and self._test_source is None
 
     def __getitem__(self, split: str) -> list[T]:
@@ -100,7 +100,6 @@ class SplitRows(Generic[T]):
 
     @cached_property
     def _test_source(self) -> DataSource | None:
-        """Return the source of the test rows; None: part of the train split's."""
         train, test = self.sources["train"], self.sources["test"]
         if test is not None or train is None:
             return test
@@ -143,9 +142,8 @@ class SplitRows(Generic[T]):
         return train_rows, held_out_rows
 
     def _tell_shared(self, rows: list[T], origin: str) -> None:
-        """Log how many test rows are also train rows, if those have been read."""
-        train_rows_are_read = "_parts" in self.__dict__  # where cached_property keeps its value
-        if not train_rows_are_read:  # in an evaluation, which needs none
+        train_rows_are_read = "_parts" in self.__dict__  # cached_property keeps its value there
+        if not train_rows_are_read:  # an evaluation needs none
             return
         test = set(map(_task_text, rows))
         shared = test.intersection(map(_task_text, self.train))

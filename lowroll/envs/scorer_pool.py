@@ -3,18 +3,18 @@
 A failed item gets an error, not a reward of 0, unless the environment scores timeouts
 (`overtaxed`):
 
-    kind       what happened to the item                          the worker
-    exception  the scorer raised                                  goes on
-    invalid    it returned no number, or one that is not finite   goes on
-    inapplicable  no reward function applies to it                goes on
-    timeout    it took longer than `time_limit` seconds           is killed and replaced
-    memory     it went over `memory_limit_mb` of address space    is replaced
-    crash      the process ended under it                         is replaced
+    kind          what happened to the item                            the worker
+    exception     the scorer raised                                    goes on
+    invalid       it returned no number, or one that is not finite     goes on
+    inapplicable  no reward function applies to it                     goes on
+    timeout       it took longer than `time_limit` seconds             is killed and replaced
+    memory        it went over `memory_limit_mb` of address space      is replaced
+    crash         the process ended under it                           is replaced
 
-Only the current item gets the error; other workers get the rest. Responses scored together
-(`Environment.together`) are one item with their summed limit. Workers reply item by item, which
-restarts the clock. They see only `machine.KEEP_ENV` and the passed variables, whose values are
-masked in their output (`output`). A scorer's processes end with its worker (`reaper`).
+Responses scored together (`Environment.together`) are one item with their summed limit. Workers
+reply item by item, which restarts the clock. They see only `machine.KEEP_ENV` and the passed
+variables, whose values are masked in their output. A scorer's processes end with its worker
+(`reaper`).
 
 A reply must have its item's random id; any other line, as from a scorer that writes to all
 descriptors, ends the worker.
@@ -71,7 +71,6 @@ class _Item:
     size: int = 1
 
     def named(self, result: Result) -> Result:
-        """Return the result; an error names environment and prompt."""
         if not isinstance(result, ScoreError):
             return result
         owner = f"env {self.prompt.env!r}, {self.prompt.id}"
@@ -126,12 +125,12 @@ class _Worker:
         return (not self.ready or bool(self.held)) and time.monotonic() > self.deadline
 
     def is_idle(self) -> bool:
-        """Return whether it can take a chunk. What it wrote without being asked is lost."""
+        """Return whether it can take a chunk. Output that was not asked for is lost."""
         return self.ready and not self.held and not self.read() and not self.ended
 
     def hand(self, chunk: dict[int, bytes], time_limit: float) -> None:
-        """Queue items, JSON objects by their index in the job, with a fresh id each for writing.
-        time_limit: seconds for the first."""
+        """Queue items, JSON objects by their index in the job, for writing. time_limit: seconds for
+        the first."""
         lines = []
         for index, encoded in chunk.items():
             reply_id = secrets.token_hex(8)
@@ -347,8 +346,8 @@ class ScorerPool:
                 self._replace(i)
 
     def _hand_chunk(self, worker: _Worker, job: _Job) -> None:
-        """Give a worker at most half its share of what is pending, so that none waits for the
-        last."""
+        """Give a worker at most half its share of what is pending, so that none waits for
+        the last."""
         size = min(MAX_CHUNK, max(1, len(job.pending) // (2 * len(self._workers))))
         chunk = [job.pending.popleft() for _ in range(size)]
         items = {index: job.items[index].encoded for index in chunk}
@@ -358,7 +357,6 @@ class ScorerPool:
         return self.time_limit * item.size
 
     def _wait(self) -> None:
-        """Wait until a worker's pipe is ready or the first deadline has passed."""
         if any(worker.ended for worker in self._workers):
             return
         with selectors.DefaultSelector() as selector:
@@ -376,7 +374,7 @@ class ScorerPool:
                     key.data()
 
     def _take(self, worker: _Worker, line: bytes, job: _Job) -> bool:
-        """Process a reply line; False when this worker's later lines do not count: it counts as
+        """Process a reply line. Return False to drop this worker's later lines: it counts as
         crashed."""
         reply = _decode(line)
         if not worker.ready:
@@ -450,7 +448,6 @@ class ScorerPool:
         return replace(result, message=self._said(result.message))
 
     def _said(self, text: object) -> str:
-        """Return a worker's text without secrets, cut to MAX_MESSAGE."""
         return readable(str(text), self._pass_env)[:MAX_MESSAGE]
 
     def _start(self) -> _Worker:
@@ -463,7 +460,6 @@ class ScorerPool:
 
 
 def _decode(line: bytes) -> dict[str, Any]:
-    """Return a reply line as a mapping; {} for anything else."""
     try:
         reply = json.loads(line)
     except (ValueError, RecursionError):
@@ -499,7 +495,6 @@ def _parse_score(reply: dict[str, Any]) -> Score | ScoreError | None:
 
 
 def _bounded_texts(said: Any) -> Any:
-    """Return a response, messages or several of these with texts cut to `base.MAX_TEXT`."""
     if isinstance(said, str):
         return bounded(said)
     if isinstance(said, dict):

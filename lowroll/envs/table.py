@@ -125,8 +125,8 @@ def _import_class(place: str) -> type[Environment]:
 
 
 def _class_in_file(file: Path, class_name: str | None) -> type[Environment]:
-    """Return the named environment class of a user's file, or its only one. Imported classes do not
-    count. ValueError for none, for several without a name, or for one that lacks methods."""
+    """Return the named environment class of a user's file, or its only one. ValueError for none,
+    for several without a name, or for one that lacks methods."""
     if not file.is_file():
         raise ValueError(f"environment file {file} does not exist")
     module = import_file(file)

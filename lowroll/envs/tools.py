@@ -1,8 +1,8 @@
 """Python functions as a model's tools (docs/tools.md).
 
-Schemas come from signatures, type hints and docstrings. Every failure is an answer to the model: an
-unknown name, wrong arguments, an exception, a timeout, an unreadable call. Functions run in scoring
-workers under their limits, and should be deterministic, as turns may repeat.
+Schemas come from signatures, type hints and docstrings. Every failure is an answer to the model.
+Functions run in scoring workers under their limits, and should be deterministic, as turns may
+repeat.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ToolTimeout(BaseException):
 
 class Toolbox:
     """Functions by name. call_seconds: a call's limit; most_output: characters of an answer.
-    ValueError names a non-function or a duplicate name."""
+    ValueError for a non-function or a duplicate name."""
 
     def __init__(
         self,
@@ -69,7 +69,6 @@ class Toolbox:
         return answers
 
     def _answer(self, call: dict[str, Any]) -> Message:
-        """Return the result message of one call; its failures are texts."""
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         failed: str | None = "call"
         try:
@@ -115,7 +114,6 @@ class _Refused(ValueError):
 
 
 def _text_parameters(function: Function) -> set[str]:
-    """Return the parameters whose type hints allow text, or are missing."""
     hints = get_type_hints(function)
     names = inspect.signature(function).parameters
     return {name for name in names if _admits_text(hints.get(name, Any))}
@@ -170,7 +168,7 @@ class ToolEnvironment(Environment):
     ) -> None:
         super().__init__(name=name, seed=seed, system=system, template=template)
         self.max_turns = max_turns
-        # functions of the class body are used as they are, not as methods
+        # functions of the class body are not methods
         plain_functions = [
             inspect.unwrap(f) for f in (self.functions if functions is None else functions)
         ]
@@ -206,7 +204,6 @@ async def _later_with_counts(outcome: Awaitable[object], messages: Sequence[Mess
 
 
 def _json_schema(function: Function) -> dict[str, Any]:
-    """Return the JSON schema of a function. ValueError for missing hints or docstrings."""
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,

@@ -1,5 +1,4 @@
-"""The failure page of an evaluation: its table, and the examples that were not always solved, with
-the question, the gold answer and a failed response of each engine.
+"""The failure page of an evaluation: its table, and the examples that were not always solved.
 
 Responses are untrusted data: every text is escaped and cut.
 """
@@ -12,15 +11,14 @@ from typing import Any
 
 from lowroll.metrics.page import escape, gold_answer, page, transcript
 
-MOST = 100  # examples shown of a set
+MOST = 100  # examples of a set
 LONGEST = 8000  # characters of a text
 _SUMMARY_LENGTH = 160
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """The result of one engine (`name`) on an example: `solved` of `count` responses, a wrong one,
-    and a note."""
+    """The result of one engine (`name`) on an example, with a wrong response."""
 
     name: str
     solved: int

@@ -1,10 +1,9 @@
 """`metrics.jsonl`: one JSON object a step, `{"step": 12, "reward/mean": 0.41, ..., "crc":
-"9cf16ae5"}`, names as in `metrics.names`.
+"9cf16ae5"}`.
 
-A line is on disk when `write` returns. Readers drop a torn last line of a dead process; a resumed
-run cuts the file to its checkpoint's step. Non-finite numbers become null. `crc` is the line's
-checksum (older files have none). A damaged or missing record becomes
-`{"step": 12, "record/lost": 1.0}`.
+A line is on disk when `write` returns. Readers drop a torn last line; a resumed run cuts the file
+to its checkpoint's step. Non-finite numbers become null. `crc` is the line's checksum (older files
+have none). A damaged or missing record becomes `{"step": 12, "record/lost": 1.0}`.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ EVALUATIONS_FILE = Path("orchestrator", "evaluations.jsonl")
 ABOUT_FILE = "about.json"
 LOST = "record/lost"
 Record = dict[str, Any]  # "step": int, every other key: float or None
-_MAX_LOGGED = 5  # damaged lines that are logged
-_MAX_LOST = 100_000  # lost records that are marked: a folder may claim any step
+_MAX_LOGGED = 5  # damaged lines
+_MAX_LOST = 100_000  # marked records: a folder may claim any step
 _MAX_STEP = 10**9
 
 
@@ -52,7 +51,6 @@ class Recorder:
 
     @property
     def last_step(self) -> int:
-        """The last record's step, or -1."""
         return self._last
 
     def write(self, step: int, metrics: Mapping[str, float]) -> Record:
@@ -100,10 +98,9 @@ class Recorder:
 
 
 def read(folder: Path) -> list[Record]:
-    """Return a run's records in step order, one a step up to the newest record or checkpoint. A
-    damaged or missing one is `{"step": n, "record/lost": 1.0}`."""
+    """Return a run's records in step order, one a step up to the newest record or checkpoint."""
     folder = Path(folder)
-    # A running run writes a record before its checkpoint, so they are read the other way round.
+    # A run writes a record before its checkpoint, so they are read the other way round.
     checkpoint_step = _newest_checkpoint(folder)
     records_file = _scan(folder / METRICS_FILE)
     lost_steps = records_file.lost(max([*records_file.lines, checkpoint_step], default=-1))
@@ -172,8 +169,7 @@ def reproducible(record: Mapping[str, Any]) -> Record:
 
 
 def write_about(folder: Path, about: Mapping[str, str]) -> Record:
-    """Write `about.json` and return it: the caller's facts, then installed versions and the
-    machine."""
+    """Write `about.json` and return it: the caller's facts, then versions and machine."""
     content: Record = {**about, **_versions_and_machine()}
     path = Path(folder) / ABOUT_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,8 +178,8 @@ def write_about(folder: Path, about: Mapping[str, str]) -> Record:
 
 
 def computed_otherwise(folder: Path, about: Mapping[str, str]) -> list[str]:
-    """List differences from `about.json` that may change results' last bits (device and threads,
-    versions, machine); nothing if it is unreadable."""
+    """List differences from `about.json` that may change results' last bits; nothing if it is
+    unreadable."""
     try:
         recorded = json.loads(read_file(Path(folder) / ABOUT_FILE))
         current = {"device": about["device"], **_versions_and_machine()}
@@ -222,7 +218,7 @@ class _RecordsFile:
 
     data: bytes = b""
     lines: dict[int, bytes] = field(default_factory=dict)
-    in_order: bool = True  # every line is a record, with growing steps
+    in_order: bool = True  # no damaged line, growing steps
 
     def lost(self, step: int) -> list[int]:
         """Return the steps from 1 to `step` without a record, the first _MAX_LOST of them."""
@@ -230,7 +226,6 @@ class _RecordsFile:
         return list(islice(missing, _MAX_LOST))
 
     def content(self, step: int) -> bytes:
-        """Return the file content of a run of `step` steps."""
         lines = {number: line for number, line in self.lines.items() if number <= step}
         lines |= {number: _encode_record(_lost_marker(number)) for number in self.lost(step)}
         return b"".join(lines[number] + b"\n" for number in sorted(lines))
@@ -252,7 +247,7 @@ def _scan(path: Path) -> _RecordsFile:
         try:
             content, has_checksum = unseal(line)
             step = _step_of(content)
-            # only lines of older versions have no checksum, and those are the first of a file
+            # only the first lines of a file may be of older versions, without a checksum
             follows = last_step < step <= last_step + 1 + len(lines)
             if not has_checksum and (seen_checksum or not follows):
                 raise ValueError(f"step {step} without a checksum does not follow step {last_step}")
@@ -279,7 +274,6 @@ def _scan(path: Path) -> _RecordsFile:
 
 
 def _step_of(content: bytes) -> int:
-    """Return a record's step. ValueError unless it is a record."""
     try:
         record = json.loads(content)
         step = record["step"]
@@ -312,7 +306,6 @@ def _lost_marker(step: int) -> Record:
 
 
 def _newest_checkpoint(folder: Path) -> int:
-    """Return the newest checkpoint's step, or -1."""
     steps = [path.name.removeprefix("step_") for path in (folder / "checkpoints").glob("step_*")]
     numbers = (int(step) for step in steps if step.isascii() and step.isdigit() and len(step) < 20)
     return max((number for number in numbers if number < _MAX_STEP), default=-1)

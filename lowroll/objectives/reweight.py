@@ -20,10 +20,10 @@ PPO, J_t = keep_t v_t s_t:
     bypass    the sampler is the proximal policy: s_t clips exp(learner - behavior), v_t = 1, and rejections use the
               learner's mismatch. Without rejections this is `is`.
 
-Unlike in verl, rejected tokens contribute 0 and stay in every denominator (see `reduce`). For
-verl's token-mean, pass `counts` of `CorrectionWeights.kept_N`.
+Unlike in verl, rejected tokens stay in every denominator (see `reduce`). For verl's token-mean,
+pass `counts` of `CorrectionWeights.kept_N`.
 
-Shape legend: N tokens of the call, laid end to end; S sequences.
+N: tokens, S: sequences.
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ Reject = Mapping[str, float | Bounds]
 
 @dataclass(frozen=True)
 class CorrectionWeights:
-    """Each token's weight before normalisation, where its bounds changed it, and whether it was
-    kept (bool)."""
+    """Each token's weight before normalisation, whether bounds changed it, and whether it
+    was kept."""
 
     weight_N: Tensor
     cut_N: Tensor
     kept_N: Tensor
     sequences: Sequences
-    repaired_N: Tensor | None = None  # masked by `repair`; None without it
+    repaired_N: Tensor | None = None  # masked by `repair`
 
     @property
     def weight_sum(self) -> float:
-        """The sum of the weights over unmasked tokens (`Denominators.weight_sum`)."""
+        """The sum of the weights over unmasked tokens."""
         return float(torch.where(self.sequences.mask_N, self.weight_N, 0).double().sum())
 
 
@@ -96,8 +96,8 @@ def reweight(
     eps_high: float,
     dual_clip: float | None,
 ) -> TokenValues:
-    """Return each token's value and the statistics. With `normalize`, `counts` must have the batch's
-    weight sum. ValueError as from `judge`."""
+    """Return each token's value and the statistics. With `normalize`, `counts` must have the
+    batch's weight sum. ValueError as from `judge`."""
     verdict = judge(
         tokens, weight=weight, cap=cap, icepop=icepop, reject=reject, veto=veto, bypass=bypass
     )
@@ -123,9 +123,8 @@ def judge(
     bypass: bool = False,
     repair: str | None = None,
 ) -> CorrectionWeights:
-    """Return every token's weight, and whether it is rejected, by the options in the module
-    docstring. ValueError for an unknown weight, rule or repair, bounds that reject everything, and
-    repair without a veto."""
+    """Return every token's weight, and whether it is rejected. ValueError for an unknown weight,
+    rule or repair, bounds that reject everything, and repair without a veto."""
     if repair not in REPAIRS:
         raise ValueError(f"repair: unknown {repair!r}; expected mask or None")
     if repair is not None and veto is None:
@@ -148,7 +147,7 @@ def judge(
             rejected_N = sequence_any(anomaly_N, sequences)[sequences.segments_N]
         else:
             rejected_N = repaired_N = sequence_from(anomaly_N, sequences)
-    d_N = -log_weight_N  # behavior - proximal, of which rules bound a statistic
+    d_N = -log_weight_N  # rules bound a statistic of it
     for rule, bound in (reject or {}).items():
         rejected_N = rejected_N | _rejected_by_rule(rule, bound, d_N, sequences)
     return CorrectionWeights(weight_N, cut_N, ~rejected_N, sequences, repaired_N)
@@ -183,8 +182,8 @@ def correct(
     eps_high: float,
     dual_clip: float | None,
 ) -> TokenValues:
-    """Return each token's value, its weight times the clipped surrogate or 0 if it is rejected, and
-    the statistics. counts: of the batch, for `normalize`."""
+    """Return each token's weighted value, 0 if rejected, and the statistics. counts: of the batch,
+    for `normalize`."""
     sequences, weight_N = tokens.sequences, verdict.weight_N
     if normalize:
         weight_N = weight_N / _mean_weight(verdict, counts)
@@ -192,7 +191,7 @@ def correct(
         tokens.ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip
     )
     value_N = torch.where(verdict.kept_N, weight_N * clipped.value_N, 0)
-    # no cap here: what the bounds changed is in the verdict
+    # what the bounds changed is in the verdict
     statistics = policy_statistics(tokens, clipped) | weight_statistics(tokens, weight_N, math.inf)
     statistics["correction/truncated_fraction"] = masked_mean(verdict.cut_N, sequences.mask_N)
     statistics |= rejection_statistics(verdict.kept_N, sequences)
@@ -202,7 +201,6 @@ def correct(
 
 
 def _mean_weight(verdict: CorrectionWeights, counts: Denominators | None) -> float:
-    """Return the mean weight over the batch. ValueError for counts without the weights' sum."""
     mask_N = verdict.sequences.mask_N
     if counts is None:
         num_tokens, weight_sum = int(mask_N.sum()), verdict.weight_sum
@@ -232,8 +230,8 @@ def repair_statistics(repaired_N: Tensor, sequences: Sequences) -> dict[str, Ten
 def _rejected_by_rule(
     rule: str, bound: float | Bounds, d_N: Tensor, sequences: Sequences
 ) -> Tensor:
-    """Return the tokens that a rule (a level and an estimator of `kl`, such as seq_mean_k1) rejects
-    by d = behavior - proximal, bool [N]. NaNs are kept, so that they show."""
+    """Return the tokens that a rule rejects by d = behavior - proximal, bool [N]. NaNs are kept, so
+    that they show."""
     if rule not in RULES:
         raise ValueError(f"reject: unknown rule {rule!r}; expected one of {', '.join(RULES)}")
     level, estimator = rule.rsplit("_", 1)

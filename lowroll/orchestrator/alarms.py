@@ -1,5 +1,5 @@
-"""Signs that a run continues without learning, though no error was raised: limits of a step's
-statistics, and canaries, which score each environment's gold and perturbed answers.
+"""Signs that a run continues without learning: limits of a step's statistics, and canaries, which
+score each environment's gold and perturbed answers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def check_masks(batch: Batch) -> list[str]:
         return []
     scores = [sample.score for sample in batch.samples]
     if all(isinstance(score, ScoreError) and not score.failed for score in scores):
-        return []  # no reward function applies, which `check_any` has logged
+        return []  # `check_any` has logged that no reward function applies
     return [
         f"nothing is learned: all {len(batch.samples)} rollouts of the batch are flagged by "
         "filters, or cut off and masked (rollout/flagged_*_fraction says by which)"
@@ -58,10 +58,10 @@ def canaries(
 ) -> list[str]:
     """Score known answers, and return one line for each wrong score.
 
-    Each environment gives a right and a wrong answer to its training task at `positions[name]`; one
-    that stores no answers is skipped.
+    Each environment that stores answers gives a right and a wrong one to its training task at
+    `positions[name]`.
     """
-    items: list[tuple[Prompt, str]] = []  # a gold and a perturbed answer in turn
+    items: list[tuple[Prompt, str]] = []  # gold, perturbed, gold ...
     for name, env in envs.items():
         prompt = prompt_at(env, positions[name], "train")
         try:

@@ -1,7 +1,7 @@
 """Metrics of an evaluation and their confidence intervals.
 
-    pass@k = 1 - C(n - c, k) / C(n, k)   of n responses c are solved: the chance that one of k is, unbiased
-                                         (Chen et al. 2021, "Evaluating LLMs Trained on Code", eq. 1)
+    pass@k = 1 - C(n - c, k) / C(n, k)   of n responses c are solved; unbiased (Chen et al. 2021,
+                                         "Evaluating LLMs Trained on Code", eq. 1)
     avg@k  = the mean share of k responses that are solved
     maj@k  = the share of examples whose most frequent answer is right (Wang et al. 2022, "Self-Consistency")
 
@@ -54,7 +54,7 @@ def interval(
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the `share` quantile (0..1) of a non-empty sequence, linear between neighbours."""
+    """Return the `share` quantile (0..1) of a non-empty sequence, interpolated linearly."""
     ordered = sorted(values)
     position = share * (len(ordered) - 1)
     lower_index = floor(position)

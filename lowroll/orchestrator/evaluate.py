@@ -1,5 +1,6 @@
-"""Evaluation of the policy on held-out tasks: pass@1, pass@k and avg@k (`orchestrator.eval_statistics`)
-over each example's scored rollouts, averaged over examples."""
+"""Evaluation of the policy on held-out tasks (`orchestrator.eval_statistics`), averaged over
+examples.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +42,11 @@ def evaluate(
     on_phase: PhaseProgress | None = None,
 ) -> dict[str, float]:
     """Return the metrics `eval/<env>/{reward,pass_at_1,avg_at_k,pass_at_k,length_mean}` over the
-    first examples of the test split, at most `num_examples`; k is rollouts_per_example.
+    first examples of the test split; k is rollouts_per_example.
 
     Examples with more than `max_prompt_tokens` are left out, and those with fewer than k scored
-    rollouts of pass@k. The same seed gives the same noise for any weights. ScoringFailed by the
-    training loop's rule, ValueError without a usable example.
+    rollouts of pass@k. The same seed gives the same noise for any weights. ScoringFailed as
+    `check_errors`, ValueError without a usable example.
     """
     draws = plan(
         env,
@@ -87,8 +88,8 @@ def plan(
     max_prompt_tokens: int | None,
     max_sequence_tokens: int | None = None,
 ) -> list[PromptDraw]:
-    """Return the draws of the first examples of the test split, without too long prompts. ValueError
-    when none is left."""
+    """Return the draws of the first examples of the test split, without too long prompts.
+    ValueError when none is left."""
     size = env.size("test")
     positions = range(num_examples if size is None else min(num_examples, size))
     draws = [

@@ -30,7 +30,7 @@ class EngineClient(Protocol):
         ...
 
     def step(self) -> list[tuple[int, Group]]:
-        """Wait a moment; return finished groups by handle, aborted ones perhaps among them."""
+        """Wait a moment; return finished groups by handle, perhaps also aborted ones."""
         ...
 
     def abort(self, handle: int) -> bool:
@@ -38,13 +38,12 @@ class EngineClient(Protocol):
         ...
 
     def so_far(self, handle: int) -> Sequence[HasTokens]:
-        """Return what is known of each sample of a request in flight."""
+        """Return each sample of a request in flight."""
         ...
 
 
 class WeightsWatch(Protocol):
-    """The weights of a learner in another process, as the engines load them. Every wait has a
-    deadline."""
+    """The weights of a learner in another process. Every wait has a deadline."""
 
     def at_least(self, version: int, most: int) -> int:
         """Wait for weights of this version or newer, load the newest up to `most`, and return its
@@ -56,7 +55,7 @@ class WeightsWatch(Protocol):
         ...
 
     def newer(self, most: int) -> int | None:
-        """Load newer weights up to `most` and return their version; None when there are none."""
+        """Load newer weights up to `most` and return their version, if there are any."""
         ...
 
 
@@ -96,7 +95,7 @@ class Scorer(Protocol):
 
 
 class Responder(Protocol):
-    """The environments' side of conversations, by each prompt's environment."""
+    """The environments' side of conversations."""
 
     def respond(
         self, items: Sequence[tuple[Prompt, list[Message]]]

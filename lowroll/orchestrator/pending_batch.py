@@ -1,4 +1,4 @@
-"""The batch of a step before it is sent: kept and dropped groups, and counts."""
+"""The batch of a step before it is sent."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class DroppedGroup:
 
 @dataclass
 class PendingBatch:
-    """The batch of a step in the making, on copies of the ledger and the error window."""
+    """A batch in the making, on copies of the ledger and the error window."""
 
     step: int
-    version: int | None  # version of the learner; None: versions are not checked
+    version: int | None  # the learner's; None: versions are not checked
     temperature: float
     ledger: Ledger
     errors: ErrorWindow
@@ -41,7 +41,7 @@ class PendingBatch:
     seconds: dict[str, float] = field(
         default_factory=lambda: {"time/generate": 0.0, "time/score": 0.0}
     )
-    stats: dict[str, float] = field(default_factory=dict)  # statistics of groups taken as they end
+    stats: dict[str, float] = field(default_factory=dict)  # of groups taken as they end
 
     @property
     def lost(self) -> list[ScoredGroup]:
@@ -59,7 +59,6 @@ class PendingBatch:
 
     @property
     def groups(self) -> list[ScoredGroup]:
-        """All returned groups, kept or dropped."""
         return self.kept + self.lost
 
     def take(self, groups: Iterable[ScoredGroup], settings: Settings) -> None:

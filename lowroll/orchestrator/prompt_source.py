@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # consecutive too long prompts, after which the limit counts as wrong
 MAX_PASSED_OVER = 1000
-PASSES = 10  # passes over all data without a usable prompt, before it counts as exhausted
+PASSES = 10  # over all data without a usable prompt, before it counts as exhausted
 
 
 def seed_of(*parts: str | int) -> int:
@@ -46,7 +46,7 @@ class PromptDraw:
 
     prompt: Prompt
     request: Request
-    position: int = 0  # in its environment
+    position: int = 0
 
     def is_longer(self, limit: int | None) -> bool:
         """Return whether the prompt has more than `limit` tokens, or too many for a
@@ -70,7 +70,7 @@ class PromptSource:
         self.settings = settings
         self.envs = dict(envs)
         self.tokenizer = tokenizer
-        # sorted, so that the order in the configuration does not matter
+        # the order in the configuration does not matter
         self._names = sorted(self.envs)
         weights = [settings.env_weights.get(name, 1.0) for name in self._names]
         self._cumulative_weights = list(accumulate(weights))
@@ -127,7 +127,8 @@ class PromptSource:
         return self.settings.seed if chosen is None else chosen
 
     def plan(self) -> dict[str, Any]:
-        """Return the settings that determine prompts and noise; they must not change within a run."""
+        """Return the settings that determine prompts and noise; they must not change within
+        a run."""
         return {
             "seed": self.settings.seed,
             "buffer_seed": self.seed,
@@ -176,7 +177,6 @@ class PromptSource:
         )
 
     def _is_unwanted(self, ledger: Ledger, name: str, position: int) -> bool:
-        """Return whether a prompt is a duplicate or in a pool, and count it."""
         is_endless = self._sizes[name] is None
         if is_endless or not (self.settings.uses_pools or self.settings.hash_keys):
             return False
@@ -190,8 +190,8 @@ class PromptSource:
         return False
 
     def _is_duplicate(self, name: str, position: int, prompt: Prompt) -> bool:
-        """Return whether an earlier prompt of the data set has the same content. A resumed run has
-        not drawn those before it: they are read again."""
+        """Return whether an earlier prompt of the data set has the same content. The earlier
+        prompts are read again in a resumed run."""
         firsts, keys = self._firsts[name], self.settings.hash_keys
         end = min(position + 1, self._sizes[name] or 0)
         for unread_position in range(firsts.num_read, end):

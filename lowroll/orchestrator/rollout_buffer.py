@@ -3,9 +3,9 @@
 `Settings.num_open` groups are kept open. A batch takes returned groups in planned order as soon as
 there are enough; a dropped group is replaced.
 
-    level 0, partial none    the surplus is aborted and dropped ("oversampled") when the batch is full
-    level 0, keep or replay  it continues after the update
-    level k >= 1             it continues, and newer weights are loaded while it runs
+    level 0, partial none       the surplus is aborted and dropped ("oversampled") when the batch is full
+    level 0, keep or replay     it continues after the update
+    level k >= 1                it continues, and newer weights are loaded while it runs
 
 With an oversampling_factor of 1 batch n has only tokens of versions >= n - 1 - k. Taking what ends
 first prefers short responses (docs/asynchrony.md).
@@ -30,7 +30,7 @@ from lowroll.types import Group, RunFailed
 
 
 class RolloutsStalled(RunFailed):
-    """No group in flight ended for a long time."""
+    """A long time in which no group in flight ended."""
 
 
 @dataclass
@@ -39,9 +39,9 @@ class OpenGroup:
 
     planned: GroupPlan
     draw: PromptDraw
-    handle: int | None = None  # engine's handle of the request in flight
+    handle: int | None = None  # of the request in flight
     num_updates: int = 0  # weight updates while in flight
-    scored: ScoredGroup | None = None  # set when it has returned
+    scored: ScoredGroup | None = None  # None until it has returned
 
     @property
     def id(self) -> str:
@@ -57,9 +57,9 @@ class RolloutBuffer:
         self.source = source
         self.engine = engine
         self.journal = journal
-        self.version: int | None = None  # version of the engines' weights
+        self.version: int | None = None  # of the engines' weights
         self._known: dict[GroupPlan, OpenGroup] = {}
-        self._flights: dict[int, OpenGroup] = {}  # groups in flight by handle
+        self._flights: dict[int, OpenGroup] = {}
         self._aborted: set[int] = set()  # handles whose groups may still return
         self._last_answer_at = time.monotonic()
 
@@ -149,7 +149,6 @@ class RolloutBuffer:
         return sorted(returned, key=lambda answer: planned_index[answer[0].planned])
 
     def _check_stall(self) -> None:
-        """Raise RolloutsStalled when no group in flight has ended for `stall_s`."""
         if self._flights and time.monotonic() - self._last_answer_at > self.settings.stall_s:
             example_id = next(iter(self._flights.values())).id
             raise RolloutsStalled(
@@ -191,8 +190,8 @@ class RolloutBuffer:
         return count
 
     def rewind(self, ledger: Ledger, back: set[GroupPlan]) -> None:
-        """Restore the ledger's groups after a failed step; all but those in `back` are drawn
-        again."""
+        """Restore the ledger's groups after a failed step; all but those in `back` are
+        drawn again."""
         self.recall()
         for open_group in self.opened(ledger):
             if open_group.planned not in back:

@@ -10,7 +10,7 @@ from lowroll.advantages import Estimator
 from lowroll.orchestrator.filters import Filter
 from lowroll.orchestrator.temperature import TemperatureSchedule
 
-SOLVED = 1.0 - 1e-6  # the least reward of a solved task
+SOLVED = 1.0 - 1e-6  # least reward
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Settings:
     seed: int = 0
     # relative shares of the draws by environment; 1 if absent
     env_weights: Mapping[str, float] = field(default_factory=dict)
-    advantage: str = "grpo"  # a name of lowroll.advantages.TABLE (gae: with a critic), or custom
-    estimator: Estimator | None = None  # the user's function of one group, for custom
+    advantage: str = "grpo"  # a name of lowroll.advantages.TABLE, or custom
+    estimator: Estimator | None = None  # the user's function, for custom
     max_prompt_tokens: int | None = None  # longer prompts are skipped and counted
     max_sequence_tokens: int | None = None  # of a conversation with its prompt
     dynamic_sampling: bool = False
@@ -51,7 +51,7 @@ class Settings:
     filters: tuple[Filter, ...] = ()
     max_error_rate: float = 0.05
     error_window: int = 50  # scores before the error rate is judged
-    canary_interval: int | None = 20  # steps between checks of the scorer on known answers
+    canary_interval: int | None = 20  # steps
     max_async_level: int = 0
     strict_async_level: bool = False
     max_off_policy_steps: int = 8
@@ -71,22 +71,22 @@ class Settings:
 
     @property
     def streams(self) -> bool:
-        """Whether groups are taken as they end instead of in rounds."""
+        """True if groups are taken as they end instead of in rounds."""
         return self.max_async_level > 0 or self.oversampling_factor > 1 or self.partial != "none"
 
     @property
     def carries(self) -> bool:
-        """Whether unfinished groups continue into later batches."""
+        """True if unfinished groups continue into later batches."""
         return self.max_async_level > 0 or self.partial != "none"
 
     @property
     def filters_groups(self) -> bool:
-        """Whether groups may be dropped for their rewards."""
+        """True if groups may be dropped for their rewards."""
         return self.dynamic_sampling or self.online_difficulty_filtering
 
     @property
     def uses_pools(self) -> bool:
-        """Whether prompts that are too easy or too hard are not drawn again."""
+        """True if prompts that are too easy or too hard are not drawn again."""
         return self.easy_threshold is not None or self.hard_threshold is not None
 
     @property

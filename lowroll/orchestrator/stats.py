@@ -147,8 +147,7 @@ def version_stats(rollouts: Sequence[Rollout], learner: int | None) -> dict[str,
 
 
 def staleness_stats(rollouts: Sequence[Rollout], learner: int) -> dict[str, float]:
-    """Return the lag of a batch's drawn tokens behind the learner in versions (names as in
-    `lowroll.metrics.names`)."""
+    """Return the lag of a batch's drawn tokens behind the learner in versions."""
     tokens_by_lag: Counter[int] = Counter()
     prefix_lengths: list[int] = []  # of rollouts with several versions
     for rollout in rollouts:
@@ -170,8 +169,8 @@ def staleness_stats(rollouts: Sequence[Rollout], learner: int) -> dict[str, floa
 
 
 def buffer_stats(before: Ledger, now: Ledger, settings: Settings) -> dict[str, float]:
-    """Return the duplicate and pooled prompts skipped in a step, and the pool sizes, where these
-    are in use."""
+    """Return the duplicate and pooled prompts skipped in a step, and the pool sizes, where
+    in use."""
     stats = {}
     if settings.hash_keys:
         stats["rollout/duplicate_prompts"] = float(now.duplicates - before.duplicates)

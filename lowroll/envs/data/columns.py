@@ -1,7 +1,7 @@
 """A row's columns: prompt, gold answer, demonstration (docs/data.md).
 
 They may be named (`reward_model.ground_truth` is a key inside one); otherwise the first usual name
-with a value counts, so rows of TRL, verl, DAPO, GSM8K and MATH need no mapping.
+with a value counts.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class DataTask:
     data."""
 
     prompt: str | list[Message]
-    answer: Any = None  # None: the row has none
+    answer: Any = None
     completion: str | None = None
     columns: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns to use; None: the row's first usual one."""
+    """The columns to use; None: the first usual one."""
 
     prompt: str | None = None
     answer: str | None = None
@@ -76,16 +76,14 @@ class Columns:
 
 
 def _json_columns(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row's columns as JSON data, without those that are none."""
     return {key: value for key in row if (value := plain(row[key])) is not ODD}
 
 
 def _find_column(
     row: Mapping[str, Any], named: str | None, usual: Sequence[str], where: str, what: str
 ) -> tuple[str | None, Any]:
-    """Return (column, value): of the named column, else of the first usual one that has a value;
-    (None, None) when none has. ValueError, with the setting `what`, for a named one that is not
-    there."""
+    """Return (column, value) of the named column, else of the first usual one that has a value;
+    (None, None) when none has. ValueError for a missing named one."""
     if named is not None:
         return named, _value_at(row, named, where, what)
     for name in usual:
@@ -99,7 +97,6 @@ def _find_column(
 
 
 def _value_at(row: Mapping[str, Any], path: str, where: str, what: str) -> Any:
-    """Return the value of a column, or of a key inside it (`a.b`)."""
     if path in row:
         return row[path]
     value: Any = row
@@ -137,8 +134,8 @@ def _parse_message(value: Any, where: str) -> Message:
 
 
 def _message_content(message: Mapping[str, Any], where: str) -> str:
-    """Return a message's text: its content, its text parts joined, or "" for an assistant's
-    message with tool calls alone. ValueError for any other content."""
+    """Return a message's text; "" for an assistant's message with tool calls alone. ValueError for
+    other content than text."""
     content = message.get("content")
     if isinstance(content, list):  # multimodal parts
         parts = [part for part in content if isinstance(part, Mapping)]

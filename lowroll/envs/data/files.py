@@ -16,7 +16,7 @@ from typing import Any
 Located = tuple[str, dict[str, Any]]
 
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-LONGEST_CELL = 1 << 24  # characters of a CSV cell
+LONGEST_CELL = 1 << 24  # characters
 NEEDS_DATASETS = "needs the package 'datasets' (pip install 'lowroll[data]')"
 
 

@@ -4,7 +4,7 @@
     read("rows.jsonl")
     read({"path": "openai/gsm8k", "subset": "main", "split": "test", "streaming": True})
 
-No loading script is run.
+Loading scripts are not run.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class DataSource:
 
     path: str  # a file, a pattern of files, a folder or a hub id
     split: str = "train"
-    subset: str | None = None  # a configuration of the hub's data set, such as "main"
-    revision: str | None = None  # of the hub's data set: a branch, tag or commit
-    streaming: bool = False  # streamed rows, without a copy on disk
-    rows: int | None = None  # only the first rows; None: all
+    subset: str | None = None  # of the hub's data set, such as "main"
+    revision: str | None = None  # a branch, tag or commit
+    streaming: bool = False  # without a copy on disk
+    rows: int | None = None  # the first rows; None: all
 
     def __post_init__(self) -> None:
         if self.rows is not None and self.rows < 1:
@@ -137,7 +137,6 @@ def _select_split(parts: Mapping[str, Any], source: DataSource) -> Any:
 
 @contextmanager
 def _datasets_package(where: str) -> Iterator[Any]:
-    """Yield the package `datasets`, and turn its errors into one line."""
     try:
         import datasets
     except ImportError as error:

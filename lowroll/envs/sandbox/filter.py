@@ -14,7 +14,7 @@ import struct
 ALLOW, KILL, ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 EPERM, ENOSYS = 1, 38
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_SET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
+NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # in struct seccomp_data
 X32 = 0x40000000  # numbers of x86-64's other calling convention
 NEW_NAMESPACES = 0x7E020080  # CLONE_NEW*
 AF_UNIX = 1
@@ -60,8 +60,8 @@ MACHINES = {"x86_64": (0xC000003E, X86_64), "aarch64": (0xC00000B7, AARCH64)}
 def program() -> bytes | None:
     """Return the filter, an array of `struct sock_filter`; None for an unknown architecture.
 
-    It first refuses other calling conventions, whose numbers mean other calls. A jump's `yes` and
-    `no` are the lines that it skips.
+    It first refuses other calling conventions, whose numbers mean other calls. `yes` and `no` are
+    the lines that a jump skips.
     """
     if platform.machine() not in MACHINES:
         return None
@@ -89,8 +89,8 @@ def _line(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
 
 
 def _argument_test(number: int, argument: int, test: int, value: int, allowed: bool) -> list[bytes]:
-    """Return instructions that allow the call `number` only if the test of an argument holds, or
-    (`allowed` False) only if it does not."""
+    """Return instructions that allow the call `number` only if the test of an argument is
+    `allowed`."""
     outcomes = [ALLOW, ERROR | EPERM] if allowed else [ERROR | EPERM, ALLOW]
     return [
         _line(JUMP_EQUAL, number, 0, 4),

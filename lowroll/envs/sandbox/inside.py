@@ -34,11 +34,11 @@ from importlib import import_module
 from typing import Any
 
 PROGRAM = "/tmp/program.py"
-RESULT = 3  # the descriptor of a function's result
+RESULT = 3  # descriptor of a function's result
 COMPILE = 65  # exit status of a program that does not compile
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38
 FILTER_MODE = 2
-LAST_WORDS = 300  # kept bytes of standard error
+LAST_WORDS = 300  # bytes of standard error
 STACK_MB = 64
 IMPORTS = re.compile(r"^[ \t]*(?:import|from)[ \t]+([\w, \t]+)", re.MULTILINE)
 # imported before the first case if the program uses them, to share them with the forks
@@ -130,7 +130,6 @@ def be_the_program(request: dict[str, Any], case: dict[str, Any], pipes: tuple[i
 
 
 def _connect_pipes(pipes: tuple[int, ...], is_function: bool) -> None:
-    """Connect descriptors 0, 1 and 2; for a function also `RESULT`, with 1 on the null device."""
     stdin, output, stderr = pipes
     os.dup2(stdin, 0)
     os.dup2(os.open(os.devnull, os.O_WRONLY) if is_function else output, 1)
@@ -142,7 +141,7 @@ def _connect_pipes(pipes: tuple[int, ...], is_function: bool) -> None:
 
 def _set_limits(limits: dict[str, float], lines: bytes) -> None:
     """Limit this process for good: resources, session, folder, and system calls by the seccomp
-    filter `lines` (instructions of 8 bytes)."""
+    filter `lines`."""
     seconds, memory = math.ceil(limits["seconds"]), int(limits["memory_mb"]) << 20
     disk = int(limits["disk_mb"]) << 20
     for kind, soft, hard in (
@@ -156,7 +155,7 @@ def _set_limits(limits: dict[str, float], lines: bytes) -> None:
         (resource.RLIMIT_MEMLOCK, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
     ):
-        hard_now = resource.getrlimit(kind)[1]  # which cannot be raised
+        hard_now = resource.getrlimit(kind)[1]  # cannot be raised
         most = sys.maxsize if hard_now == resource.RLIM_INFINITY else hard_now
         resource.setrlimit(kind, (min(int(soft), most), min(int(hard), most)))
     os.setsid()
@@ -207,7 +206,7 @@ def _end(code: int) -> None:
 
 
 class CaseWatch:
-    """A running case: collects output until its end or a limit."""
+    """A running case, whose output is collected until its end or a limit."""
 
     def __init__(self, pid: int, output: int, words: int, limits: dict[str, float]) -> None:
         self.pid, self.output, self.words = pid, output, words
@@ -278,7 +277,7 @@ def end_all(pid: int) -> tuple[int, float]:
         try:
             ended_pid, status, usage = os.wait4(-1, 0)
         except ChildProcessError:
-            return result  # none is left
+            return result
         if ended_pid == pid:
             result = (status, usage.ru_utime + usage.ru_stime)
 

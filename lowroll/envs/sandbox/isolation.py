@@ -1,7 +1,7 @@
-"""The isolation of programs on this machine.
+"""The isolation of programs on this machine, which is verified once a process.
 
-`jail` makes the namespaces; no isolation program from PATH is trusted. It is verified once a
-process: `inside` refuses programs unless isolated, and a test program reports what it sees.
+`inside` refuses programs unless isolated, and a test program reports what it sees. No isolation
+program from PATH is trusted.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ NAMES = (
     "ipc",
     "uts",
     "cgroup",
-)  # links of namespaces in /proc/self/ns
+)  # links in /proc/self/ns
 DEFAULT = SandboxLimits()
-USER = 1000  # user id of the program inside the sandbox
+USER = 1000  # of the program, inside the sandbox
 
 
 class SandboxMissing(ValueError):
@@ -49,8 +49,8 @@ def python() -> str:
 def _layout() -> dict[str, Any]:
     """Return what a program sees.
 
-    `binds`: paths bound from the machine. `links`: (path, target) of library folders that are links.
-    `masks`: folders of packages inside the binds, which become empty.
+    `binds`: paths bound from the machine. `links`: (path, target) of library folders that are
+    links. `masks`: folders of packages inside the binds, which become empty.
     """
     library = sysconfig.get_paths()["stdlib"]
     binds = [python(), str(INSIDE)]

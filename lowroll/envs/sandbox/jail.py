@@ -31,7 +31,7 @@ MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 PR_SET_PDEATHSIG, PR_CAPBSET_DROP = 1, 24
 CAPABILITIES_VERSION = 0x20080522
-OUTSIDE, INSIDE = 65534, 1000  # user id of the program outside and inside
+OUTSIDE, INSIDE = 65534, 1000  # user id of the program
 DEVICES = ("null", "zero", "full", "random", "urandom")
 ROOT_KB = 256
 libc = ctypes.CDLL(None, use_errno=True)
@@ -145,7 +145,7 @@ def main() -> int:
     """Start the child in new namespaces, write its user maps, and return its exit status.
 
     The child sends a byte when it has entered its user namespace, whose maps only a process outside
-    may write, and goes on when a byte comes back.
+    may write, and continues when a byte comes back.
     """
     plan = json.loads(sys.argv[1])
     user, group = os.geteuid(), os.getegid()
@@ -167,7 +167,7 @@ def main() -> int:
 
 def _leave(outside: socket.socket, plan: dict[str, Any], was_root: bool) -> None:
     """Enter new namespaces, and start process 1 in them. Never returns: this process ends with the
-    status of process 1, which becomes `inside`."""
+    status of process 1."""
     die_with_parent()
     must(libc.unshare(NAMESPACES), "unshare")
     outside.send(b"!")

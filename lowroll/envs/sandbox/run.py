@@ -1,5 +1,4 @@
-"""Running a program on hidden tests: the outer end of the sandbox's pipes, with the expected
-outputs.
+"""The outer end of the sandbox's pipes, with the expected outputs.
 
 A program at fault fails its cases. SandboxError means that the sandbox did not start or ended.
 """
@@ -26,14 +25,14 @@ ENV = {
     "PYTHONHASHSEED": "0",
     "PYTHONUTF8": "1",
 }
-START_LIMIT = 20.0  # seconds for the sandbox to start
+START_LIMIT = 20.0  # seconds
 SLACK = 5.0  # seconds for the sandbox's own work
 MAX_SAID = 500  # characters of the sandbox's own errors
 
 
 @dataclass(frozen=True)
 class Isolation:
-    """A kind of isolation: its name, and the command that starts `inside` in it."""
+    """A kind of isolation, with the command that starts `inside` in it."""
 
     name: str
     command: Callable[[int], list[str]]  # by the size of /tmp in MB
@@ -162,7 +161,6 @@ class _Sandbox:
             pipe.close()
 
     def _lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the sandbox's replies until its end or the deadline."""
         data = bytearray()
         while select.select([self.output], [], [], self._seconds())[0]:
             piece = os.read(self.output.fileno(), 1 << 16)

@@ -70,7 +70,6 @@ def _parse_cases(value: Any, fn_name: str | None, where: str) -> list[Case]:
 
 
 def _cases_of_lists(value: dict[str, Any], where: str) -> list[Case]:
-    """Return tests of a list of inputs and one of outputs (TACO, APPS)."""
     inputs, outputs, fn_name = value["inputs"], value["outputs"], value.get("fn_name")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise ValueError(f"{where}: 'inputs' and 'outputs' must be lists of one length")

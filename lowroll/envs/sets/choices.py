@@ -98,7 +98,6 @@ def _listed_options(env: Choices, row: dict[str, Any], where: str) -> tuple[list
 def _shuffled_options(
     env: Choices, row: dict[str, Any], where: str
 ) -> tuple[list[str], int | None]:
-    """Return the options shuffled by the question's text, and the right one's position."""
     correct = text_of(row, env.row, "correct", where)
     wrong_options = [str(row[key]).strip() for key in env.row.columns["wrong"] if row.get(key)]
     if not wrong_options:

@@ -22,7 +22,7 @@ class HeldOutTask:
 
     text: str
     info: dict[str, Any] = field(default_factory=dict)
-    solution: str = ""  # "" where there is none
+    solution: str = ""
 
 
 class HeldOut(Environment):

@@ -62,7 +62,6 @@ def pickled_text(data: bytes) -> str:
 
 
 def _decompress(column: str) -> bytes:
-    """Decode base64 of zlib. ValueError for anything else, or too much."""
     try:
         compressed = base64.b64decode(column, validate=True)
         unpacker = zlib.decompressobj()

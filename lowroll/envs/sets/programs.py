@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lowroll.envs.sandbox import Case
 
 CPU_SECONDS = 6.0  # of one case, as in its own runner
-TOTAL_SECONDS = 100.0  # of a program on all cases, within `score.time_limit`
+TOTAL_SECONDS = 100.0  # of a program on all cases
 PLACE = " place"  # key of a row for its byte offset in the file
 STDIN = (
     "Write a Python program that solves the problem. It reads the input from standard input and "
@@ -85,8 +85,8 @@ class Programs(HeldOut):
         raise NotImplementedError
 
     def _cases(self, prompt: Prompt) -> list[Case]:
-        """Read a prompt's public and private cases from the row at its place in the file. ValueError
-        names the place."""
+        """Read a prompt's public and private cases from the row at its place in the file.
+        ValueError names the place."""
         path, offset = prompt.info["place"]
         where = f"{path}, the row at byte {offset}"
         with open(path, "rb") as file:
@@ -107,7 +107,6 @@ class Programs(HeldOut):
 
 
 def _case(test_case: dict[str, Any], function_name: str | None) -> Case:
-    """Return a case of standard input, or of a function, whose arguments are JSON, one a line."""
     from lowroll.envs.sandbox import Case
 
     if test_case["testtype"] == "stdin":

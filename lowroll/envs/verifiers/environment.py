@@ -15,15 +15,16 @@ from lowroll.envs.user_errors import describe
 from lowroll.envs.verifiers.source import VerifiersSource, refuse_missing
 from lowroll.types import Message, Prompt, Score
 
-MOST_TURNS = 8  # turns in an environment without a bound
-MOST_TASKS = 1_000_000  # tasks of a finite data set
+MOST_TURNS = 8  # in an environment without a bound
+MOST_TASKS = 1_000_000  # of a finite data set
 
 
 class Verifiers(Environment):
     """The installed environment `env_id`; further arguments are its own, with `env_args` for names
     that lowroll uses (`max_turns`, `seed`). `max_turns`: null for the environment's bound, or 8.
     `eval_args`: other arguments of the test split; without them or a test set, a quarter of the
-    tasks is held out."""
+    tasks is held out.
+    """
 
     def __init__(
         self,
@@ -118,7 +119,6 @@ class Verifiers(Environment):
         return self.eval_source if held_out else self.source  # type: ignore[return-value]
 
     def _task(self, prompt: Prompt) -> tuple[Any, VerifiersSource]:
-        """Return a prompt's task and source. ValueError when the task has changed."""
         split, task_index = prompt.info["task"]
         task, source = self.tasks(split)[task_index], self._of(split)
         if _digest(source.key(task)) != prompt.info["digest"]:

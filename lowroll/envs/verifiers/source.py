@@ -24,7 +24,7 @@ class VerifiersSource(ABC):
 
     max_turns: int
     has_tools: bool
-    endless: bool  # its tasks have no end
+    endless: bool
 
     @abstractmethod
     def tools(self) -> tuple[dict[str, Any], ...]:

@@ -143,8 +143,6 @@ class _ScriptedAgent:
 
 
 class _Talk:
-    """verifiers' Interaction over drawn turns."""
-
     def __init__(self, scripted: _ScriptedAgent, task: Any) -> None:
         self.scripted, self.task = scripted, task
         self.over = False
@@ -162,7 +160,7 @@ class _Talk:
         """Add a user's turn and the agent's replies as a segment.
 
         The first turn without a message is the task's prompt. The agent replies until a turn calls
-        no tool or a hook stops the conversation; `_ended` says what a script's end means.
+        no tool or a hook stops the conversation.
         """
         if not self.begun and message is None:
             message = self.task.data.prompt
@@ -205,8 +203,8 @@ class _Talk:
         return vf.Segment(messages=messages, terminated=not messages)
 
     async def _call(self, said: Message) -> None:
-        """Add the results of a turn's calls, then errors of unreadable ones. `failed` keeps the kind
-        of failure by the position of the result's node, the next one to be added."""
+        """Add the results of a turn's calls, then errors of unreadable ones. `failed` keeps the
+        kind of failure by the position of the result's node, the next one to be added."""
         for call in said.get("tool_calls", ()):
             name, text = call["function"]["name"], ""
             try:
@@ -221,7 +219,6 @@ class _Talk:
             self._add(vf.ToolMessage(tool_call_id=MALFORMED, content=text))
 
     async def _stops(self) -> bool:
-        """Return whether a @stop hook of the task ends the conversation."""
         hooks = self.task.hooks("stop")
         stop_flags = await invoke_all(
             hooks, {"task": self.task.data, "trace": self.trace, vf.Trace: self.trace}
@@ -313,7 +310,6 @@ def _parse_messages(given: Any) -> list[Any]:
 
 
 def _refuse_runtime(fn: Any) -> None:
-    """Raise ValueError for a reward that needs a runtime."""
     parameter = inspect.signature(fn).parameters.get("runtime")
     if parameter is not None and parameter.default is inspect.Parameter.empty:
         raise ValueError(f"the reward {fn.__name__} runs a program in a runtime of verifiers")
