@@ -53,8 +53,6 @@ def load(import_path: str, kwargs: Mapping[str, Any] | None = None) -> Estimator
 def _checked_advantages(
     name: str, function: Estimator, rewards: Rewards, lengths: Sequence[int] | None = None
 ) -> list[float]:
-    """Return the function's advantages. ValueError unless there is one finite number per
-    rollout."""
     try:
         advantages = list(function(list(rewards), None if lengths is None else list(lengths)))
     except Exception as error:

@@ -35,7 +35,7 @@ def gae(
             raise ValueError(f"{name}: {factor} must lie in [0, 1]")
     advantages = [0.0] * len(rewards)
     returns = [0.0] * len(rewards)
-    next_advantage = next_value = 0.0  # after the last token
+    next_advantage = next_value = 0.0
     unmasked_positions = [t for t, is_step in enumerate(mask) if is_step]
     for t in reversed(unmasked_positions):
         for name, entry in (("rewards", rewards[t]), ("values", values[t])):

@@ -106,7 +106,6 @@ def _check_rewards(rewards: Rewards) -> None:
 
 
 def _estimate(rewards: Rewards, estimate: Callable[[list[float]], list[float]]) -> list[float]:
-    """Apply `estimate` to the scored rewards under the module's rules."""
     _check_rewards(rewards)
     scored = [float(r) for r in rewards if r is not None]
     if len(rewards) == 1:

@@ -31,7 +31,7 @@ class Space:
         """Run `action`, which writes `path`, until the disk has space. A failing action must leave
         nothing behind. RunFailed at the timeout, and at once for another system error."""
         started = time.monotonic()
-        last_logged_s = -REMIND  # since the start; negative until the first line
+        last_logged_s = -REMIND
         pause_s = FIRST_PAUSE
         while True:
             try:

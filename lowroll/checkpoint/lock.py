@@ -98,8 +98,7 @@ def _read(descriptor: int) -> bytes:
 
 
 def _describe_holder(descriptor: int) -> str:
-    """Describe the last holder. A new one may still be writing its name, after that of an ended
-    process."""
+    """Describe the last holder, after a wait for a new one to write its name."""
     deadline = time.monotonic() + NAME_S
     while (entry := _last_entry(descriptor)) is None or _has_ended(entry):
         if time.monotonic() > deadline:

@@ -40,7 +40,7 @@ class Warnings:
     def __init__(self, folder: Path, *names: str) -> None:
         self.folder = folder
         self.names = names
-        self._read = {path: path.stat().st_size for path in self._logs()}  # bytes
+        self._read = {path: path.stat().st_size for path in self._logs()}
         self._kinds: set[str] = set()
 
     def new(self) -> list[str]:

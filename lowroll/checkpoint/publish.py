@@ -168,12 +168,11 @@ def remove_leftovers(folder: Path) -> None:
 
 @contextmanager
 def _temporary_sibling(dest: Path) -> Iterator[Path]:
-    """Yield a new, locked folder beside `dest`. After an error it is removed."""
     tmp, descriptor = _lock_new_sibling(dest)
     try:
         yield tmp
     except BaseException as error:
-        shutil.rmtree(tmp, ignore_errors=True)  # the first error is reported
+        shutil.rmtree(tmp, ignore_errors=True)
         if is_disk_full(error):
             free = shutil.disk_usage(dest.parent).free
             raise DiskFullError(
@@ -192,8 +191,8 @@ def _temporary_sibling(dest: Path) -> Iterator[Path]:
 
 
 def _lock_new_sibling(dest: Path) -> tuple[Path, int]:
-    """Make a folder beside `dest`; return it and the descriptor that locks it. If another writer
-    removes it before it is locked, the next name is tried."""
+    """Make and lock a folder beside `dest`; return it and the lock's descriptor. If another writer
+    removes it first, try another name."""
     for _ in range(16):
         tmp = dest.parent / f"{TEMPORARY}{dest.name}-{secrets.token_hex(4)}"
         tmp.mkdir(mode=0o755)
@@ -242,8 +241,6 @@ def _file_names(folder: Path) -> list[str]:
 
 
 def _read_manifest(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Return a manifest's files (name -> size and sha256) and meta. DamagedError when it is missing
-    or changed."""
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):  # a FIFO would block
@@ -271,7 +268,6 @@ def _read_manifest(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any
 
 
 def _check_entry(path: Path, name: str, entry: object) -> None:
-    """Raise DamagedError for a name outside of the folder, or without size and digest."""
     if "\0" in name or name in ("", ".") or Path(name).is_absolute() or ".." in Path(name).parts:
         raise DamagedError(f"{path}: {printable(repr(name))} is no file of the folder")
     if (

@@ -54,12 +54,11 @@ class Pieces:
         self.shape = (sum(map(len, pieces)), *pieces[0].shape[1:])
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
-        """Return the rows of a slice without a step."""
         import torch
 
         start, stop, _ = rows.indices(self.shape[0])
         slices = []
-        first_row = 0  # of the piece
+        first_row = 0
         for piece in self.pieces:
             slices.append(piece[max(start - first_row, 0) : max(stop - first_row, 0)])
             first_row += len(piece)
@@ -71,7 +70,7 @@ class Checkpoint:
     """A verified checkpoint, tensors on the CPU."""
 
     step: int
-    tensors: dict[str, dict[str, Any]]  # a torch.Tensor, or Pieces
+    tensors: dict[str, dict[str, Any]]
     state: dict[str, Any]
     meta: dict[str, Any]  # the writer's facts: versions, hashes, attempt
     path: Path
@@ -220,11 +219,10 @@ class Store:
         return Checkpoint(step, tensors, state, meta, path)
 
     def _apply_retention(self, newest: int) -> None:
-        """Remove what is not kept. After an error the next save tries again."""
         if self.keep_last is None:
             return
         older = [step for step in self.steps() if step < newest]
-        num_superseded = max(0, len(older) - (self.keep_last - 1))  # the newest is one of keep_last
+        num_superseded = max(0, len(older) - (self.keep_last - 1))
         try:
             self.clean()
             for step in older[:num_superseded]:
@@ -302,7 +300,6 @@ def _encode_state(state: dict[str, Any]) -> str:
 
 
 def _check_json(value: object, where: str) -> None:
-    """Raise ValueError unless JSON preserves `value`."""
     if type(value) is dict:
         for key, item in value.items():
             if type(key) is not str:
@@ -337,8 +334,8 @@ def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _read_tensors(path: Path, name: str) -> dict[str, Any]:
-    """Return the tensors of a file by name; of one in parts, those with rows in several parts as
-    Pieces. DamagedError when parts are missing."""
+    """Return the tensors of a file, or of its parts; those with rows in several parts are Pieces.
+    DamagedError when parts are missing."""
     from safetensors.torch import load_file
 
     whole_file = path / f"{name}.safetensors"

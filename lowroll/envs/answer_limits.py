@@ -12,10 +12,10 @@ from math import inf, log2, prod
 import sympy
 
 MAX_BITS = 100_000  # bits of a number
-MAX_ARGUMENT = 10_000  # of a function that the parser evaluates
-MAX_DEPTH = 20  # braces and brackets
+MAX_ARGUMENT = 10_000  # largest argument that the parser evaluates
+MAX_DEPTH = 20  # nested brackets
 MAX_BARS = 16  # absolute values, whose nesting is ambiguous
-MAX_ROWS, MAX_ENTRIES = 4, 64  # of a determinant, of a matrix
+MAX_ROWS, MAX_ENTRIES = 4, 64
 
 EAGER = re.compile(r"\\(binom|Gamma|gcd|lcm|operatorname)(?![A-Za-z])")
 ARGUMENT = re.compile(r"\s*(?:\{((?:[^{}]|\{[^{}]*\})*)\}|\(([^()]*)\)|(\S))")

@@ -33,8 +33,6 @@ JOINT = re.compile(r"[,;]|\band\b|\bor\b")
 
 @dataclass(frozen=True)
 class _Box:
-    """A box in a text. content: None where it never closes."""
-
     start: int
     end: int
     content: str | None
@@ -168,7 +166,7 @@ def equal(gold: str, answer: str, ordered: bool = False) -> bool:
         raise Unjudged(f"{type(error).__name__}: {error}"[:200]) from error
 
 
-for _module in ("math_verify.parser", "math_verify.grader"):  # whose time limits are not used
+for _module in ("math_verify.parser", "math_verify.grader"):
     logging.getLogger(_module).addFilter(
         lambda said: "Timeout is disabled" not in said.getMessage()
     )

@@ -24,7 +24,7 @@ SPLITS = ("train", "test")
 MAX_TEXT = 50_000  # characters of a response
 TEST_BYTES = 64  # of 256: the held-out share of generated tasks
 MAX_DRAWS = 200  # then the task space counts as too small
-NUM_FAILURES = 5  # kept by a Validation
+NUM_FAILURES = 5
 
 
 def bounded(text: str) -> str:
@@ -62,7 +62,7 @@ class Validation:
     gold_accepted: int
     gold_missing: int  # tasks without a gold or a perturbed answer
     perturbed_rejected: int
-    failures: tuple[str, ...] = ()  # one line each
+    failures: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -81,7 +81,6 @@ class Environment(ABC):
     max_turns = 1  # of the assistant; with 1 `respond` is never called
     # of a conversation with its prompt; None: the run's limit
     max_sequence_tokens: int | None = None
-    # JSON schemas for the chat template
     tools: Sequence[dict[str, Any]] = ()
     curriculum: Curriculum | None = None  # its tasks have their level as `info["level"]`
 
@@ -188,7 +187,7 @@ class Environment(ABC):
     def _reward_or_error(self, prompt: Prompt, text: str) -> float | str:
         try:
             return judge(self, prompt, text).reward
-        except Exception as error:  # reported as a failure
+        except Exception as error:
             return f"{type(error).__name__}: {error}"
 
 

@@ -29,7 +29,7 @@ from lowroll.envs.data.columns import ODD, plain
 from lowroll.envs.data.rows import TEST_SPLITS
 
 MAIN = "__main__"
-ROWS = ("data", "path", "test_path")  # keys whose values may be rows
+ROWS = ("data", "path", "test_path")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def replaced(tree: Any, write: Callable[[Any], str]) -> Any:
     if isinstance(tree, Mapping):
         values = {}
         for key in tree:
-            last_key = str(key).rpartition(".")[2]  # of a dotted path
+            last_key = str(key).rpartition(".")[2]
             values[key] = _replaced_value(last_key, tree[key], write)
         environment: Any = tree.get("id")
         return {"name": environment.__name__, **values} if _is_environment(environment) else values
@@ -67,7 +67,7 @@ def _replaced_value(key: str, value: Any, write: Callable[[Any], str]) -> Any:
         return str(value)
     if key in ROWS and value is not None and not isinstance(value, str | Mapping):
         return write(value)
-    if key == "data" and isinstance(value, Mapping) and "train" in value:  # several splits
+    if key == "data" and isinstance(value, Mapping) and "train" in value:
         test_split = next((name for name in TEST_SPLITS if name in value), None)
         test_path = {} if test_split is None else {"test_path": write(value[test_split])}
         return {"path": write(value["train"]), **test_path}
@@ -110,8 +110,6 @@ def as_file(value: type[Environment] | types.FunctionType, folder: Path) -> tupl
 
 
 def _object_reference(value: Callable[..., Any], folder: Path) -> CellReference:
-    """Return the reference of a callable object that a global holds, or of a partial function.
-    ValueError for any other."""
     if (global_name := _global_of(value)) is not None:
         module, name = global_name
         if module.__name__ != MAIN:
@@ -130,14 +128,12 @@ def _object_reference(value: Callable[..., Any], folder: Path) -> CellReference:
 
 
 def _import_place(module: types.ModuleType) -> str:
-    """Return the module's file if it is in no package, else its name, for workers to import."""
     file = getattr(module, "__file__", None)
     is_single_file = file is not None and not getattr(module, "__package__", "")
     return str(Path(str(file)).resolve()) if is_single_file else module.__name__
 
 
 def _global_of(value: object) -> tuple[types.ModuleType, str] | None:
-    """Return (module, name) of the global that holds an object, the main module last."""
     modules = sorted(sys.modules.items(), key=lambda item: item[0] == MAIN)
     for _, module in modules:
         if isinstance(module, types.ModuleType):
@@ -224,7 +220,7 @@ def _refuse_nameless(value: Any) -> None:
 
 
 def _rows_reference(value: Any, folder: Path) -> CellReference:
-    if hasattr(value, "to_dict") and hasattr(value, "iterrows"):  # a pandas DataFrame
+    if hasattr(value, "to_dict") and hasattr(value, "iterrows"):
         value = value.to_dict("records")
     if not isinstance(value, Iterable):
         raise ValueError(f"data: must be a path, a mapping or rows, got {value!r}")
@@ -265,8 +261,7 @@ def _module_text(name: str, parts: Mapping[str, str], annotations: bool) -> str:
 
 
 def _collect_definition(name: str, value: object, user: str, parts: dict[str, str]) -> None:
-    """Add the text of a name to `parts`, behind all that it uses. ValueError for a value without
-    text."""
+    """Add the text of a name to `parts`, behind all that it uses."""
     if name in parts:
         return
     if getattr(value, "__module__", None) == MAIN and isinstance(value, type | types.FunctionType):
@@ -300,7 +295,6 @@ def _is_builtin(name: str, value: object) -> bool:
 
 
 def _import_name(name: str, value: object) -> tuple[str, str] | None:
-    """Return (module, name) to import an object from, or None."""
     module = getattr(value, "__module__", None)
     if not isinstance(module, str) or module == MAIN:
         return None
@@ -335,8 +329,8 @@ def _definition_text(value: type | types.FunctionType) -> str:
 
 
 def _last_statement(name: str, files: Iterable[str], defines: Callable[[ast.stmt], bool]) -> str:
-    """Return the text of the last top-level statement that defines a name: in the first of these
-    files, the script and the notebook's cells, the latest first, that has one."""
+    """Return the last top-level definition of a name, in the first of these files, the script and
+    the notebook's cells that has one. The latest cell comes first."""
     script = getattr(sys.modules[MAIN], "__file__", None)
     script_files = [script] if script else []
     for file in dict.fromkeys([*files, *script_files, *reversed(linecache.cache)]):
@@ -356,12 +350,12 @@ def _last_statement(name: str, files: Iterable[str], defines: Callable[[ast.stmt
 def _statements(text: str) -> list[ast.stmt]:
     try:
         return ast.parse(text).body
-    except SyntaxError:  # for example a cell with magic commands
+    except SyntaxError:  # such as a cell with magic commands
         return []
 
 
 def _global_names(text: str) -> list[str]:
-    """Return the names that a text uses and does not define, in it or in functions inside it."""
+    """Return the names that a text uses and does not define."""
 
     def walk(table: symtable.SymbolTable) -> Iterator[str]:
         is_module = table.get_type() == "module"

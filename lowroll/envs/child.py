@@ -24,7 +24,7 @@ SET_ENV = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 PR_SET_PDEATHSIG = 1
-FEW = 8  # on any machine
+FEW = 8
 A_CORE = 64  # children; most wait for a judge model
 CHILD_MB = 64  # of a child that imported sympy
 CHILD_FILES = 4

@@ -111,8 +111,7 @@ def _numerator(tree: Any) -> Any:
 
 
 def _can_ignore_case(gold: str, answer: str) -> bool:
-    """Return whether no letter of a text stands there in both cases, except the constants e
-    and i."""
+    """Return whether no letter, except the constants e and i, stands in one text in both cases."""
     for text in (gold, answer):
         letters = set(re.sub(r"\\[A-Za-z]+", "", text)) - set("eEiI")
         if any(letter.isupper() and letter.lower() in letters for letter in letters):
@@ -232,8 +231,7 @@ def compare(a: Any, b: Any) -> bool | None:
 
 
 def _constant_ratio(a: Any, b: Any) -> float | None:
-    """Return the sign of a / b where it is the same at all points with values, at least two, or
-    None."""
+    """Return the sign of a / b if it is the same at two points or more, else None."""
     ratios = []
     for a_value, b_value in _value_pairs(a, b):
         if a_value is None or b_value is None:
@@ -274,8 +272,7 @@ def rounds_to(text: str, tree: Any, cut: bool = False) -> bool:
 
 
 def _endless_value(tree: Any) -> Fraction | None:
-    """Return the value, to DIGITS digits if irrational, of a number without finite decimals; None
-    for any other tree."""
+    """Return the value of a number without finite decimals; None for any other tree."""
     value = exact(tree)
     if value is not None:
         return None if _is_decimal(value) else value
@@ -288,7 +285,6 @@ def _endless_value(tree: Any) -> Fraction | None:
 
 
 def _is_decimal(value: Fraction) -> bool:
-    """Return whether a fraction has finite decimals: its denominator has no primes but 2 and 5."""
     remaining = value.denominator
     for prime in (2, 5):
         while remaining % prime == 0:
@@ -330,8 +326,6 @@ def _coordinate(name: str, point: int) -> Any:
 
 
 def _as_evaluable(tree: Any) -> Any:
-    """Return the tree with fractions for decimals, and variables for unknown functions and
-    derivatives."""
     unknown = {
         subtree: sympy.Symbol(str(subtree))
         for subtree in tree.atoms(AppliedUndef, sympy.Derivative)
@@ -343,7 +337,6 @@ def _as_evaluable(tree: Any) -> Any:
 
 
 def _value_at(tree: Any, point: Mapping[str, Any], digits: int) -> Any:
-    """Return a tree's complex value at a point; None when undefined or infinite."""
     substitutions = {
         symbol: sympy.I if symbol.name == "i" else point[symbol.name]
         for symbol in tree.free_symbols
@@ -359,7 +352,6 @@ def _value_at(tree: Any, point: Mapping[str, Any], digits: int) -> Any:
 
 
 def _is_zero(value: Any) -> bool:
-    """Return whether a value is 0 or without correct digits."""
     return all(part == 0 or part.is_Float and part._prec < 60 for part in value.as_real_imag())
 
 

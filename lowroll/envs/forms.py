@@ -40,7 +40,7 @@ BAR = re.compile(r"[|:]")
 RELATION = re.compile(r"\\(?:leq|geq|neq|approx|in)(?![A-Za-z])|[=<>]")
 FLIPPED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
 BELOW = ("<", r"\leq")
-LETTERED = re.compile(r"(?:\\text\{)?\s*\(\s*[A-Z]\s*\)")  # (B) 12
+LETTERED = re.compile(r"(?:\\text\{)?\s*\(\s*[A-Z]\s*\)")
 CONSTANT = re.compile(
     r"(?:[\d\s.,+\-*/^(){}%!e]|\\(?:frac|sqrt|pi|infty|cdot|times|ln|log|sin|cos|tan)(?![A-Za-z]))+"
 )
@@ -123,7 +123,7 @@ def form(text: str) -> Form:
 
 def _bracketed_form(brackets: str, inside: str) -> Form | None:
     r"""Return the form of a text in one pair of brackets, or None. `\{x | x > 3\}` is the interval
-    of its condition; `(x)` and `{x}` have the form of x."""
+    of its condition."""
     if brackets == r"\{\}":
         variable_and_condition, _ = pieces(inside, BAR)
         if len(variable_and_condition) == 2:
@@ -171,8 +171,8 @@ def _expand_signs(text: str) -> list[str]:
 def _relation_form(text: str) -> Form | None:
     r"""Return the form of a text with relation signs, or None.
 
-    `x \in [1,2]` and `x = (1,2)` are the value with its name, inequalities that bound a variable
-    are an interval, `\frac13 \approx 0.33` is the value before the sign, all others are a relation.
+    `x \in [1,2]` and `x = (1,2)` are the value with its name. `\frac13 \approx 0.33` is the value
+    before the sign.
     """
     untrimmed_sides, operators = pieces(text, RELATION)
     sides = [side.strip() for side in untrimmed_sides]
@@ -196,11 +196,10 @@ def _relation_form(text: str) -> Form | None:
 
 
 def _interval_form(sides: list[str], operators: list[str]) -> Form | None:
-    r"""Return the interval of inequalities that bound one variable by numbers, or None: `(1,2]` for
-    `1 < x \leq 2`, `[3,\infty)` for `x \geq 3`."""
+    r"""Return the interval of inequalities that bound one variable by numbers, or None."""
     if operators[0] not in FLIPPED:
         return None
-    if operators[0] not in BELOW:  # a descending chain, read from its other end
+    if operators[0] not in BELOW:
         sides = sides[::-1]
         operators = [FLIPPED.get(sign, sign) for sign in operators[::-1]]
     if any(sign not in BELOW for sign in operators):
@@ -263,7 +262,7 @@ def _same_form(gold: Form, answer: Form, ordered: bool) -> bool:
         return _same_multiset(gold.parts, answer.parts)
     if "relation" in kinds:
         return _same_relation(gold, answer)
-    if gold.kind == "leaf" and answer.kind == "list":  # one value in several forms
+    if gold.kind == "leaf" and answer.kind == "list":
         return all(matches(gold.parts[0], part) for part in answer.parts)
     return kinds == {"leaf"} and same_leaf(gold.parts[0], answer.parts[0])
 
@@ -278,7 +277,6 @@ def _match_pairwise(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
 
 
 def _same_multiset(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
-    """Return whether two lists are equal multisets. ValueError above MAX_PARTS unmatched parts."""
     if len(gold) != len(answer):
         return False
     unmatched_answers = list(answer)
@@ -320,7 +318,6 @@ def _same_relation(gold: Form, answer: Form) -> bool:
         return False
     if len(gold.parts) > 2:
         return _match_pairwise(gold.parts, answer.parts)
-    # only formulas need it, which imports sympy
     from lowroll.envs import expressions
 
     factor = expressions.proportion(gold.parts, answer.parts)
@@ -333,7 +330,7 @@ def _is_equation_and_value(relation: Form, other: Form) -> bool:
 
 
 def _stated_values(equation: Form) -> list[str]:
-    """Return what an equation says its name equals: the last side, and numbers before it."""
+    """Return the values of an equation's name: the last side, and numbers before it."""
     sides = equation.parts[1:] if equation.name else equation.parts
     numbers = [side for side in sides[:-1] if CONSTANT.fullmatch(side)]
     return [*numbers, sides[-1]]
@@ -367,13 +364,12 @@ def _same_time(gold: str, answer: str) -> bool | None:
     answer_time = clock(answer)
     if gold_time is None or answer_time is None:
         return None
-    halves = {gold_time[2], answer_time[2]}  # "a", "p", and "" for either half of the day
+    halves = {gold_time[2], answer_time[2]}
     return gold_time[:2] == answer_time[:2] and (len(halves) == 1 or "" in halves)
 
 
 def _same_words(gold: str, answer: str) -> bool | None:
-    """Return whether two phrases are equal; None where the gold answer may be a formula. Beside a
-    phrase, a shorter text is one too."""
+    """Return whether two phrases are equal; None where the gold answer may be a formula."""
     gold_phrase = words(gold)
     if gold_phrase is not None:
         return gold_phrase == words(answer, beside_words=True)
@@ -426,7 +422,6 @@ def same_value(gold: str, answer: str, shift: int = 0) -> bool:
             return True
         if len(gold_readings) == len(answer_readings) == 1:
             return False
-    # only formulas need it, which imports sympy
     from lowroll.envs import expressions
 
     if shift:

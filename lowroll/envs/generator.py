@@ -148,7 +148,7 @@ class RemoteGenerator:
 
 
 class _Server:
-    """The child process, started on demand, and again after a timeout or death."""
+    """The child process, started on demand."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -249,8 +249,6 @@ def _num_levels(name: str, options: dict[str, Any]) -> int:
 
 
 def _options_at_level(name: str, options: dict[str, Any], level: int) -> dict[str, Any]:
-    """Return options with those of a level, or of the last one there is. ValueError for an option
-    that the curriculum sets."""
     base_options = {key: value for key, value in options.items() if key != LEVEL}
     if name == "composite":
         datasets = []
@@ -270,8 +268,6 @@ def _options_at_level(name: str, options: dict[str, Any], level: int) -> dict[st
 
 @lru_cache(maxsize=128)
 def _level_options(name: str) -> list[dict[str, Any]]:
-    """Return the options of each level that the generator accepts, without defaults that no
-    curriculum sets. ValueError without a curriculum."""
     from reasoning_gym.factory import CURRICULA, DATASETS, create_curriculum
 
     if name not in DATASETS:
@@ -289,7 +285,7 @@ def _level_options(name: str) -> list[dict[str, Any]]:
             if hasattr(config, "validate"):
                 config.validate()
         except (AssertionError, ValueError):
-            continue  # the generator refuses its own curriculum's options
+            continue
         level_options = {}
         for key, value in vars(config).items():
             is_set = _is_curriculum_field(curriculum, key)
@@ -323,16 +319,14 @@ def main() -> None:
         reply: dict[str, Any] = {"result": None}
         try:
             reply["result"] = _result(name, options, seed, verb, arguments)
-        except ValueError as error:  # `_Server.ask` raises it
+        except ValueError as error:
             reply["failed"] = str(error)
-        except Exception as error:  # `_Server.ask` raises it as a ValueError
+        except Exception as error:
             reply["failed"] = f"{type(error).__name__}: {error}"
         replies.write(json.dumps(reply).encode() + b"\n")
 
 
 def _result(name: str, options: dict[str, Any], seed: int, verb: str, arguments: list[Any]) -> Any:
-    """Return the result of a request: verb "check" (None, if the options are valid), "levels",
-    "item" or "score"."""
     if verb == "levels":
         return _num_levels(name, options)
     generator = _generator(json.dumps([name, options, seed]))

@@ -94,7 +94,7 @@ SPELLINGS = [
     (re.compile(pattern), by)
     for pattern, by in (
         (r"(?:\s|~)+", " "),
-        (r"(?<!\\)\\[()\[\]]|\\?\$", ""),  # formula delimiters
+        (r"(?<!\\)\\[()\[\]]|\\?\$", ""),
         (r"(^|[:=])\s*(\*\*|__|`)(.+?)\2", r"\1 \3"),  # bold and code in Markdown
         (r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?", ""),
         (rf"\\(?:{UNSEEN})\s*{BRACED}", ""),
@@ -132,7 +132,7 @@ SPELLINGS = [
         (r"\\(?:mathbb\s*\{?\s*R\s*\}?|R(?![A-Za-z]))", r"(-\\infty,\\infty)"),
         (r"\^\s*\{?\s*(?:\\circ|\\degree)\s*\}?|\\degree(?![A-Za-z])", r"^\\circ "),
         (r"\\\{\s*\\\}", r"\\emptyset"),
-        (r"(?<![\w.\\])(\d+)\s*_\s*(?:\{\s*10\s*\}|10(?!\d))", r"\1"),  # the usual base
+        (r"(?<![\w.\\])(\d+)\s*_\s*(?:\{\s*10\s*\}|10(?!\d))", r"\1"),
         (r"\\%", "%"),
         (r"(?<=[\d}\s])(?:\\text\{\s*)?(?:per ?cent|percentage|pct)\s*\}?\s*\.?$", "%"),
         (r"\\text\{([^{}]*\d[^{}]*)\}", r" \1 "),  # \text{0.75}
@@ -175,7 +175,6 @@ NUMERAL = re.compile(
 SCALE = re.compile(
     rf"(?<=[\d}})])\s*(?:\\text\{{)?\s*({'|'.join(SCALES)})s?\s*\}}?$", re.IGNORECASE
 )
-# words that modify the number before them
 COUNTING = (
     "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|"
     "(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
@@ -188,7 +187,6 @@ COUNTED_IN = re.compile(
 )
 LABEL = rf"\\text\{{(?![^{{}}]*(?i:\b(?:{NO_UNITS})\b))[^{{}}\d,]*\}}"
 SHORT = "cm|mm|km|dm|nm|kg|mg|ml|mL|ft|yd|mi|lb|oz|hr|am|pm|Hz|sq|cu|kW|eV|Pa"
-# a separate word, or a long one
 COUNTED = rf"(?<=[\s/])[A-Za-z]{{3,}}+|(?<!\s){NOT_GLUED}[A-Za-z]{{5,}}+"
 WORD = (
     rf"(?<![A-Za-z\\])(?:[ck]?m/[sh]|{SHORT}|"

@@ -24,7 +24,7 @@ Reply = list[Message] | None | Awaitable[list[Message] | None]
 
 MAX_REWARD = 1e6  # a larger reward is a bug of the scorer
 MAX_NAME = 100  # characters
-MAX_METRICS = 100  # of a Score
+MAX_METRICS = 100
 MAX_ANSWER = 500_000  # characters of an environment's messages, as JSON
 ANSWERING = (
     "user",
@@ -32,7 +32,7 @@ ANSWERING = (
     "system",
     "developer",
     "function",
-)  # roles of an environment's messages
+)
 
 
 class InvalidScore(ValueError):
@@ -69,7 +69,7 @@ def awaited(value: Any) -> Any:
 @cache
 def _event_loop() -> tuple[ThreadPoolExecutor, asyncio.Runner]:
     """Return an event loop in its own thread: a notebook's main thread already has one."""
-    import asyncio  # imported only to wait
+    import asyncio
 
     return ThreadPoolExecutor(1, thread_name_prefix="async-scorer"), asyncio.Runner()
 

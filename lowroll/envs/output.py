@@ -13,7 +13,7 @@ from typing import IO
 logger = logging.getLogger(__name__)
 
 MAX_LOGGED = 4096  # bytes of a worker
-MAX_KEPT = 4096  # bytes, of the end
+MAX_KEPT = 4096  # of the end
 LAST_WORDS = 300  # characters of that end in an error
 PIECE = 1 << 16
 
@@ -32,7 +32,7 @@ class Output:
         self.pipe, self.secrets = pipe, secrets
         os.set_blocking(pipe.fileno(), False)
         self.ended = False
-        self._room = MAX_LOGGED  # remaining bytes for the log
+        self._room = MAX_LOGGED
         self._line = self._end = b""
 
     def read(self) -> bool:

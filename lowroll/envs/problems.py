@@ -176,7 +176,7 @@ def read_answer(row: dict[str, Any], key: str, where: str) -> tuple[str, str]:
     values = row[key] if isinstance(row[key], list) else [row[key]]
     texts = [as_text(value, where) for value in values]
     whole = ", ".join(texts)
-    if key == "solution":  # its last sentences hold the answer
+    if key == "solution":
         answer = last_answer(whole, joined=False) or ""
     else:
         answer = ", ".join(filter(None, map(final_answer, texts)))

@@ -46,7 +46,6 @@ def fork_worker(parent: int) -> None:
 
 
 def _watch(worker: int) -> int:
-    """Wait for the worker and return its status, reaping orphans meanwhile."""
     while True:
         if signal.sigwait(HEARD) == signal.SIGTERM:
             os.kill(worker, signal.SIGKILL)
@@ -64,7 +63,6 @@ def _reap() -> tuple[int, int] | None:
 
 
 def _kill_all(worker: int) -> None:
-    """Kill the worker's group, then every descendant until none is left."""
     _kill(-worker)
     deadline = time.monotonic() + END_LIMIT
     while time.monotonic() < deadline:
@@ -91,7 +89,7 @@ def _descendants(root: int) -> Iterator[int]:
         try:
             state, parent = entry.read_text(errors="replace").rpartition(")")[2].split()[:2]
         except (OSError, ValueError):
-            continue  # the process ended
+            continue
         if state != "Z":
             parents.setdefault(int(parent), []).append(int(entry.parent.name))
     pending = list(parents.get(root, ()))

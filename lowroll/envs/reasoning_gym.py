@@ -61,7 +61,7 @@ class ReasoningGym(Environment):
         items = self.items(level)
         for draw in range(MAX_DRAWS):
             question, answer = items.item(split, draw, number)
-            # a generator's error
+            # an empty answer is a generator's error
             if split_of(question) != split or answer == "":
                 continue
             info: dict[str, Any] = {

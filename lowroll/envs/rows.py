@@ -60,7 +60,7 @@ class SplitRows(Generic[T]):
         if test_path is not None:
             self.sources["test"] = DataSource(test_path, test_split or "test", **more)
         self._epoch = -1
-        self._epoch_order: list[int] = []  # the train rows' numbers in the order of that epoch
+        self._epoch_order: list[int] = []
 
     @cached_property
     def train(self) -> list[T]:
@@ -108,8 +108,8 @@ class SplitRows(Generic[T]):
 
     @cached_property
     def _parts(self) -> tuple[list[T], list[T]]:
-        """Return the usable rows of the train split, and the held-out ones: those with the smallest
-        digests. ValueError when rows should be held out and all are the same."""
+        """Return the usable rows of the train split, and the held-out ones. ValueError when rows
+        should be held out and all are the same."""
         source = self.sources["train"]
         if source is None:
             return [], []

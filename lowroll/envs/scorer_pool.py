@@ -43,11 +43,11 @@ from lowroll.envs.outcome import InvalidReply, as_messages
 from lowroll.envs.output import Output, readable
 from lowroll.types import Message, Prompt, RunFailed, Score, ScoreError
 
-START_LIMIT = 60.0  # seconds for a worker's imports
-KILL_LIMIT = 5.0  # seconds for the kernel to reap a killed worker
-MAX_CHUNK = 32  # items in a worker's chunk
+START_LIMIT = 60.0
+KILL_LIMIT = 5.0  # seconds
+MAX_CHUNK = 32  # items
 MAX_REPLY = 1 << 20  # bytes of a reply; a longer one is a crash
-MAX_MESSAGE = 500  # characters of an error's message
+MAX_MESSAGE = 500  # characters
 Spec = tuple[str, dict[str, Any], int]
 
 
@@ -63,8 +63,7 @@ Result = Score | ScoreError | EnvironmentReply
 
 @dataclass(frozen=True)
 class _Item:
-    """A unit of work. size: the number of its results, more than 1 for responses scored
-    together."""
+    """A unit of work. size: the number of its results."""
 
     prompt: Prompt
     encoded: bytes
@@ -79,15 +78,13 @@ class _Item:
 
 @dataclass(frozen=True)
 class _HeldItem:
-    """An item that a worker has, and the id that its replies must have."""
-
     index: int
     reply_id: str
 
 
 @dataclass
 class _Job:
-    """A call of `score` or `respond`: items, unassigned indices, and results by index."""
+    """A call of `score` or `respond`."""
 
     items: list[_Item]
     pending: deque[int]
@@ -104,7 +101,7 @@ class _Job:
 
 
 class _Worker:
-    """A child process and the items that it holds, the first of which it works on."""
+    """A child process and its items; it works on the first."""
 
     def __init__(self, setup: bytes, pass_env: Mapping[str, str]) -> None:
         self.process = child.start("lowroll.envs.worker", subprocess.PIPE, pass_env)
@@ -115,7 +112,7 @@ class _Worker:
         os.set_blocking(self.stdout.fileno(), False)
         self.held: deque[_HeldItem] = deque()
         self.overtaxed: dict[str, Score] = {}
-        self.doing = ""  # the environment's report on the current item
+        self.doing = ""
         self.ready = self.ended = self.killed = False
         self.outbox, self.inbox = setup, b""
         self.deadline = time.monotonic() + START_LIMIT
@@ -216,7 +213,7 @@ class ScorerPool:
         self.names = frozenset(env_specs)
         self.time_limit, self.memory_limit_mb = time_limit, memory_limit_mb
         self.replaced = 0
-        self._together: frozenset[str] = frozenset()  # environments that score responses together
+        self._together: frozenset[str] = frozenset()
         setup = {
             "specs": {name: list(spec) for name, spec in env_specs.items()},
             "memory_limit_mb": memory_limit_mb,
@@ -279,8 +276,8 @@ class ScorerPool:
         ]
 
     def _joined(self, items: Sequence[tuple[Prompt, str | list[Message]]]) -> list[_Item]:
-        """Return the items; neighbours with the same prompt object become one where their
-        environment scores responses together."""
+        """Join neighbours with the same prompt object where their environment scores responses
+        together."""
         work_items: list[_Item] = []
         for _, consecutive in groupby(items, key=lambda item: id(item[0])):
             (prompt, *_), responses = zip(*consecutive, strict=True)
@@ -315,8 +312,6 @@ class ScorerPool:
         return [result for index in range(len(items)) for result in job.results[index]]
 
     def _encode(self, prompt: Prompt, ask: str, said: Any) -> bytes:
-        """Return an item as JSON. ask: "score", "respond" or "together". ValueError for an unknown
-        environment, or data that is no JSON."""
         if prompt.env not in self.names:
             raise ValueError(
                 f"prompt {prompt.id!r} is of environment {prompt.env!r}; the pool has: "
@@ -331,7 +326,6 @@ class ScorerPool:
             ) from error
 
     def _exchange(self, job: _Job) -> None:
-        """Hand out chunks, take replies, and replace ended or late workers."""
         for worker in self._workers:
             if job.pending and worker.is_idle():
                 self._hand_chunk(worker, job)
@@ -370,11 +364,11 @@ class ScorerPool:
                 (w.deadline for w in self._workers if w.held or not w.ready), default=0.0
             )
             for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
-                if key.data is not None:  # a method to call; `_exchange` reads the replies
+                if key.data is not None:
                     key.data()
 
     def _take(self, worker: _Worker, line: bytes, job: _Job) -> bool:
-        """Process a reply line. Return False to drop this worker's later lines: it counts as
+        """Process a reply line. Return False to drop the worker's later lines: it counts as
         crashed."""
         reply = _decode(line)
         if not worker.ready:
@@ -395,7 +389,6 @@ class ScorerPool:
         return True
 
     def _take_results(self, worker: _Worker, results: list[Result], job: _Job) -> None:
-        """Settle a worker's current item, and restart its clock for the next one."""
         job.settle(worker.held.popleft().index, results)
         worker.doing = ""
         if worker.held:
@@ -406,7 +399,6 @@ class ScorerPool:
             worker.ended = True
 
     def _take_start(self, worker: _Worker, reply: dict[str, Any]) -> None:
-        """Process a worker's first reply. RunFailed when it could not start."""
         if reply.get("ready") is True:
             worker.ready = True
             worker.overtaxed = {env: Score(**score) for env, score in reply["overtaxed"].items()}
@@ -468,8 +460,6 @@ def _decode(line: bytes) -> dict[str, Any]:
 
 
 def _parse_results(reply: dict[str, Any], size: int, responds: bool) -> list[Result]:
-    """Return the `size` results of a worker's reply, each the error of them all; [] for an invalid
-    reply."""
     if responds and reply.get("error") not in ("exception", "memory", "invalid"):
         return _parse_messages(reply)
     replies = reply.get("scores", [reply] * size)

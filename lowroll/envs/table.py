@@ -35,7 +35,7 @@ TABLE = {
     "code": "lowroll.envs.code:Code",
     "data": "lowroll.envs.data.environment:Data",
 }
-LIMITS = ("max_turns", "max_sequence_tokens")  # arguments of every environment
+LIMITS = ("max_turns", "max_sequence_tokens")
 REASONING_GYM = "reasoning-gym/"
 VERIFIERS = "verifiers/"
 
@@ -125,8 +125,6 @@ def _import_class(place: str) -> type[Environment]:
 
 
 def _class_in_file(file: Path, class_name: str | None) -> type[Environment]:
-    """Return the named environment class of a user's file, or its only one. ValueError for none,
-    for several without a name, or for one that lacks methods."""
     if not file.is_file():
         raise ValueError(f"environment file {file} does not exist")
     module = import_file(file)
@@ -210,7 +208,7 @@ def _check_args(cls: type[Environment], id: str, args: dict[str, Any]) -> None:
         if key in args:
             raise ValueError(f"env {id!r}: {key!r} stands beside args, not among them")
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return  # the class checks them
+        return
     for key in args:
         if key not in parameters:
             parameter_names = [p for p in parameters if p not in ("name", "seed")]

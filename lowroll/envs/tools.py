@@ -77,7 +77,7 @@ class Toolbox:
             text = f"error: {name} took longer than {self.call_seconds:g} s"
         except _Refused as error:
             text = f"error: {error}"
-        except (Exception, SystemExit) as error:  # the model gets a tool's failure as the result
+        except (Exception, SystemExit) as error:
             text = f"error: {type(error).__name__}: {error}"
         return self._message(name, call["id"], text, failed)
 
@@ -128,7 +128,7 @@ def _admits_text(hint: Any) -> bool:
 
 
 async def _await_within(value: Any, seconds: float) -> Any:
-    import asyncio  # imported only to wait
+    import asyncio
 
     try:
         return await asyncio.wait_for(value, seconds)

@@ -37,7 +37,7 @@ from lowroll.envs.table import construct, own_file
 from lowroll.types import Prompt, Score
 
 MAX_FILE_MB = 64  # protects the disk from a scorer
-MAX_MESSAGE = 100_000  # characters of an error
+MAX_MESSAGE = 100_000
 
 
 def limit_resources(memory_mb: int) -> None:
@@ -97,7 +97,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> int:
     setup = json.loads(requests.readline())
     try:
         envs = _build(setup)
-    except Exception as error:  # the pool raises it
+    except Exception as error:
         reply({"failed": user_errors.describe(error)})
         return 1
     reply(

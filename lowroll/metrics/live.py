@@ -26,9 +26,9 @@ from rich.text import Text
 
 _BARS = "▁▂▃▄▅▆▇█"
 _PHASES = ("generate", "score", "learn", "publish")
-_ETA_STEPS = 20  # steps
+_ETA_STEPS = 20
 _CELL_COLUMNS = 25  # columns of a number with its label
-_MAX_HELD_OUT = 4  # environments
+_MAX_HELD_OUT = 4
 _EVAL_METRIC = re.compile(r"eval/(.+)/(reward|sampled_reward)(_before)?")
 
 
@@ -77,7 +77,7 @@ class LiveView:
         self._record: Mapping[str, Any] = {}
         self._rewards: deque[float] = deque(maxlen=32)
         self._seconds: deque[float] = deque(maxlen=_ETA_STEPS)
-        self._held_out: dict[str, str] = {}  # by environment
+        self._held_out: dict[str, str] = {}
         self._phase: tuple[str, int, int] = ("start", 0, 0)
         self.asked_to_stop: object = ()
         self._began = self._stepped = time.monotonic()

@@ -32,7 +32,7 @@ class Curve:
 
     metric: str
     label: str
-    right: bool = False  # on the right-hand axis
+    right: bool = False
     points: bool = False  # sparse: markers joined by a line
 
 
@@ -324,7 +324,6 @@ def with_gaps(
 
 
 def _isolated_indices(values: Sequence[float]) -> list[int]:
-    """Return the indices of isolated values, which no line would show."""
     gaps = [True, *map(math.isnan, values), True]
     return [i for i in range(len(values)) if gaps[i] and not gaps[i + 1] and gaps[i + 2]]
 
@@ -398,9 +397,9 @@ def _draw_lines(axes: Axes, records: Sequence[Record], plot: Plot, lines: Sequen
             continue
         style["linestyle"] = "--" if line.right else "-"
         if line in covered_by_covering:
-            style["linestyle"] = (0, (2.5, 2.5))  # shows the covered line through the gaps
+            style["linestyle"] = (0, (2.5, 2.5))
         elif line in covered_by_covering.values():
-            style["linewidth"] = 3.2  # stays visible under the dashes
+            style["linewidth"] = 3.2
         _draw_curve(line_axes, records, line, values, style)
         if line.metric == "reward/mean":
             _draw_band(axes, records, colour)
@@ -415,8 +414,6 @@ def _draw_lines(axes: Axes, records: Sequence[Record], plot: Plot, lines: Sequen
 def _draw_curve(
     axes: Axes, records: Sequence[Record], line: Curve, values: list[float], style: dict[str, Any]
 ) -> None:
-    """Draw a curve with gaps at lost records; a long one as its running mean over the faded
-    values."""
     steps = series(records, line.metric)[0]
     if len(steps) >= _SMOOTH_FROM and not line.right:
         gapped = with_gaps(records, steps, values)
@@ -446,9 +443,8 @@ def _set_bottom(axes: Axes, bottom: float) -> None:
 def _covering_lines(
     data: Mapping[Curve, tuple[list[float], list[float]]], plot: Plot
 ) -> dict[Curve, Curve]:
-    """Return every line that would be drawn over an earlier one of the same axis, with that one.
-    data: steps and values of each line, in the order of drawing."""
-    covered: dict[Curve, Curve] = {}  # by the line that covers it
+    """Return the lines that would hide an earlier line of the same axis, with that line."""
+    covered: dict[Curve, Curve] = {}
     for right in (False, True):
         lines = [line for line in data if line.right == right and not line.points and data[line][1]]
         heights = {
@@ -562,7 +558,7 @@ def _to_svg(figure: Figure) -> str:
 
 
 def _label(line: Curve) -> str:
-    return line.label.replace("$", r"\$")  # disables mathematics
+    return line.label.replace("$", r"\$")
 
 
 def _running_mean(values: Sequence[float], window: int) -> list[float]:

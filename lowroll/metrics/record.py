@@ -34,7 +34,7 @@ EVALUATIONS_FILE = Path("orchestrator", "evaluations.jsonl")
 ABOUT_FILE = "about.json"
 LOST = "record/lost"
 Record = dict[str, Any]  # "step": int, every other key: float or None
-_MAX_LOGGED = 5  # damaged lines
+_MAX_LOGGED = 5
 _MAX_LOST = 100_000  # marked records: a folder may claim any step
 _MAX_STEP = 10**9
 
@@ -214,11 +214,9 @@ def _machine() -> str:
 
 @dataclass
 class _RecordsFile:
-    """A file's undamaged lines by step."""
-
     data: bytes = b""
     lines: dict[int, bytes] = field(default_factory=dict)
-    in_order: bool = True  # no damaged line, growing steps
+    in_order: bool = True
 
     def lost(self, step: int) -> list[int]:
         """Return the steps from 1 to `step` without a record, the first _MAX_LOST of them."""
@@ -232,8 +230,8 @@ class _RecordsFile:
 
 
 def _scan(path: Path) -> _RecordsFile:
-    """Read a records file and drop damaged lines, with a warning. Of two different records of one
-    step neither is kept."""
+    """Read a records file and drop damaged lines. Of two different records of one step neither is
+    kept."""
     if not path.exists():
         return _RecordsFile()
     records_file = _RecordsFile(read_file(path))
@@ -263,7 +261,7 @@ def _scan(path: Path) -> _RecordsFile:
         last_step = max(last_step, step)
         seen_checksum |= has_checksum
         records_file.lines[step] = line
-    for step in repeated_steps:  # it is unknown which of the two is right
+    for step in repeated_steps:
         del records_file.lines[step]
     records_file.in_order &= not torn_line and len(records_file.lines) == len(lines)
     for problem in problems[:_MAX_LOGGED]:

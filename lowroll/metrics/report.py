@@ -45,7 +45,7 @@ _HEADER_FACTS = (
     "versions",
     "machine",
 )
-_ROLLOUT_FACTS = ("rollout", "correction")  # not in a supervised run
+_ROLLOUT_FACTS = ("rollout", "correction")
 _EDGE_STEPS = 5  # steps averaged for a run's beginning or end
 
 
@@ -179,8 +179,8 @@ def _change_section(records: Sequence[Record], supervised: bool, notes: list[str
 
 
 def _before_and_after(steps: list[float], values: list[float], edge: int) -> str:
-    """Return two cells: the means of the first and of the last `edge` values, at most half of them
-    each. A single value of step 0 counts as before the run."""
+    """Return two cells: the means of the first and of the last `edge` values, or of half of them. A
+    single value of step 0 counts as before the run."""
     edge = max(1, min(edge, len(values) // 2))
     before = _mean_cell(steps[:edge], values[:edge])
     after = _mean_cell(steps[-edge:], values[-edge:])
@@ -236,7 +236,7 @@ _TILES: tuple[
     ("optim/skipped", "updates skipped", sum, "{:.0f}".format, "not finite"),
     ("reward/error_rate", "score errors", fmean, "{:.1%}".format, "of the rollouts"),
 )
-_REJECTED = "correction/rejected_sequence_fraction"  # shown beside the mean weight
+_REJECTED = "correction/rejected_sequence_fraction"
 
 
 def _tiles_section(records: Sequence[Record]) -> str:
@@ -311,7 +311,6 @@ def _glossary_section(records: Sequence[Record], notes: list[str]) -> str:
     for metric in METRICS:
         if metric.name not in used_metrics:
             continue
-        # none for a pattern
         values = [record[metric.name] for record in records if metric.name in record]
         value_text = "".join("null" if value is None else f"{value:.4g}" for value in values[-1:])
         rows.append(

@@ -12,7 +12,7 @@ from lowroll.checkpoint.line_checksum import read_objects
 from lowroll.metrics.page import escape, gold_answer, transcript
 
 Record = dict[str, Any]
-STEPS = 5  # evenly spaced
+STEPS = 5
 A_STEP = 8  # scored samples a step
 ERRORS = 2  # samples a step with a failed score
 _MAX_TEXT_LENGTH = 8000  # characters of a text
@@ -54,15 +54,12 @@ def sample_section(run_dir: Path, notes: list[str]) -> str:
 
 
 def _evenly_spaced(items: list[Any], count: int) -> list[Any]:
-    """Return at most `count` items: the first, the last, and evenly spaced ones between."""
     if len(items) <= count:
         return items
     return [items[round(index * (len(items) - 1) / (count - 1))] for index in range(count)]
 
 
 def _pick_samples(samples: list[Record]) -> list[tuple[str, Record]]:
-    """Return samples with labels: scored ones from the best to the worst, then some without a
-    score."""
     scored = sorted(
         (s for s in samples if s["score"]["type"] == "Score"),
         key=lambda s: -float(s["score"]["reward"]),

@@ -110,7 +110,6 @@ def _check_bounds(name: str, low: float, high: float) -> None:
 
 
 def _sequence_scale(tokens: ObjectiveInput, clip_high: float) -> Tensor:
-    """Return min(exp(sum l), clip_high) / |o| of each token's sequence o, [N]."""
     sequences = tokens.sequences
     log_ratio_S = sequence_sum(tokens.log_ratio_N, sequences).clamp(max=10)
     ratio_S = exp_ratio(log_ratio_S).clamp(max=clip_high)
@@ -121,8 +120,6 @@ def _sequence_scale(tokens: ObjectiveInput, clip_high: float) -> Tensor:
 def _in_masked_sequence(
     tokens: ObjectiveInput, geometric: tuple[float, float], extremes: tuple[float, float]
 ) -> Tensor:
-    """Return the tokens, bool [N], of sequences that are masked as a whole. The bounds (low, high)
-    are on the geometric mean of their ratios, and on every ratio."""
     sequences: Sequences = tokens.sequences
     mean_S = exp_ratio(sequence_mean(tokens.log_ratio_N, sequences))
     low, high = geometric

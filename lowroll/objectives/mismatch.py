@@ -63,7 +63,7 @@ def mismatch(
         "pearson": pearson(learner_N.exp(), behavior_N.exp(), mask_N),
     }
     values = as_floats({f"mismatch/{name}": value for name, value in statistics.items()})
-    if math.isnan(values["mismatch/pearson"]):  # constant probabilities
+    if math.isnan(values["mismatch/pearson"]):
         del values["mismatch/pearson"]
     return values
 
@@ -93,8 +93,6 @@ def spread(
 def _usable_tokens(
     learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None
 ) -> tuple[Sequences, Tensor, Tensor]:
-    """Return the sequences without unusable tokens, and the learner's and the sampler's log-probs
-    [N] in float64, 0 where masked."""
     sequences = sequences_of(mask, segments)
     learner_N = flatten("learner", learner.detach(), mask)
     behavior_N = flatten("behavior", behavior.detach(), mask)
@@ -149,7 +147,6 @@ def by_staleness(
 
 
 def _percentile(x: Tensor, share: float) -> Tensor:
-    """Return the smallest value that at least this share of the values does not exceed."""
     return x.sort().values[max(0, math.ceil(share * len(x)) - 1)]
 
 

@@ -18,7 +18,7 @@ from lowroll.objectives.reweight import CorrectionWeights
 from lowroll.objectives.surrogate import TokenValues, as_floats, prepare
 from lowroll.objectives.table import ALGORITHMS, CORRECTIONS, ObjectiveRow, pair
 
-GIVEN = ("tokens", "counts")  # parameters that are not options
+GIVEN = ("tokens", "counts")
 
 
 @cache

@@ -114,7 +114,7 @@ def aggregate(
         raise ValueError(f"reduce: unknown mode {mode!r}; expected one of {', '.join(MODES)}")
     mask_N = sequences.mask_N
     num_sequences = max(sequences.num_sequences if counts is None else counts.num_sequences, 1)
-    weight_N: Tensor  # [N], or a scalar where all tokens have the same
+    weight_N: Tensor
     if mode == "token-mean":
         if counts is None:
             num_tokens = mask_N.sum()
@@ -163,7 +163,7 @@ def sequence_any(flag_N: Tensor, sequences: Sequences) -> Tensor:
 def sequence_from(flag_N: Tensor, sequences: Sequences) -> Tensor:
     """Return the tokens, bool [N], from their sequence's first unmasked flagged token on. A
     sequence's tokens must be in order."""
-    beyond_all = len(flag_N)  # no position
+    beyond_all = len(flag_N)
     position_N = torch.arange(len(flag_N), device=flag_N.device)
     flagged_position_N = torch.where(flag_N & sequences.mask_N, position_N, beyond_all)
     first_flagged_S = position_N.new_full((sequences.num_sequences,), beyond_all).scatter_reduce(

@@ -39,7 +39,7 @@ def rejection(
     sequences = sequences_of(mask, segments)
     log_weight_N = flatten("learner", learner, mask) - flatten("behavior", behavior, mask)
     log_weight_N = log_weight_N.detach().double()
-    sequences = sequences.drop(~log_weight_N.isfinite())  # what follows is over usable tokens
+    sequences = sequences.drop(~log_weight_N.isfinite())
     statistics = {"mismatch/weight_mean": masked_mean(exp_ratio(log_weight_N), sequences.mask_N)}
     if veto is not None:
         low_N = log_weight_N < math.log(veto)
@@ -47,7 +47,7 @@ def rejection(
     if kept is None:
         return as_floats(statistics)
     has_tokens_S = sequence_any(torch.ones_like(kept), sequences)
-    rejected_S = has_tokens_S & ~sequence_any(kept, sequences)  # as a whole
+    rejected_S = has_tokens_S & ~sequence_any(kept, sequences)
     if bool(rejected_S.any()):
         length_S = token_counts(sequences).double()
         length_ratio = masked_mean(length_S, rejected_S) / masked_mean(length_S, has_tokens_S)

@@ -147,7 +147,7 @@ def judge(
             rejected_N = sequence_any(anomaly_N, sequences)[sequences.segments_N]
         else:
             rejected_N = repaired_N = sequence_from(anomaly_N, sequences)
-    d_N = -log_weight_N  # rules bound a statistic of it
+    d_N = -log_weight_N
     for rule, bound in (reject or {}).items():
         rejected_N = rejected_N | _rejected_by_rule(rule, bound, d_N, sequences)
     return CorrectionWeights(weight_N, cut_N, ~rejected_N, sequences, repaired_N)
@@ -156,7 +156,6 @@ def judge(
 def _bounded_weights(
     log_weight_N: Tensor, sequences: Sequences, weight: str, cap: float, icepop: Bounds | None
 ) -> tuple[Tensor, Tensor]:
-    """Return each token's weight, and where a bound changed it (bool), [N]."""
     if weight == "none":
         return torch.ones_like(log_weight_N), torch.zeros_like(log_weight_N, dtype=torch.bool)
     if weight == "sequence":
@@ -191,7 +190,6 @@ def correct(
         tokens.ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip
     )
     value_N = torch.where(verdict.kept_N, weight_N * clipped.value_N, 0)
-    # what the bounds changed is in the verdict
     statistics = policy_statistics(tokens, clipped) | weight_statistics(tokens, weight_N, math.inf)
     statistics["correction/truncated_fraction"] = masked_mean(verdict.cut_N, sequences.mask_N)
     statistics |= rejection_statistics(verdict.kept_N, sequences)
@@ -230,8 +228,7 @@ def repair_statistics(repaired_N: Tensor, sequences: Sequences) -> dict[str, Ten
 def _rejected_by_rule(
     rule: str, bound: float | Bounds, d_N: Tensor, sequences: Sequences
 ) -> Tensor:
-    """Return the tokens that a rule rejects by d = behavior - proximal, bool [N]. NaNs are kept, so
-    that they show."""
+    """Return the rejected tokens, bool [N]. NaNs are kept, so that they show."""
     if rule not in RULES:
         raise ValueError(f"reject: unknown rule {rule!r}; expected one of {', '.join(RULES)}")
     level, estimator = rule.rsplit("_", 1)

@@ -47,13 +47,13 @@ class ObjectiveInput:
     gradient."""
 
     sequences: Sequences
-    learner_N: Tensor  # log-probs
+    learner_N: Tensor
     log_ratio_N: Tensor  # learner - proximal, or learner - behavior without proximal
     ratio_N: Tensor
     log_weight_N: Tensor  # proximal - behavior, or 0 without both
-    weight_N: Tensor  # w
+    weight_N: Tensor
     advantages_N: Tensor
-    teacher_N: Tensor | None  # log-probs
+    teacher_N: Tensor | None
     has_behavior: bool
     num_dropped: Tensor  # int64 scalar: unmasked tokens without a finite behavior
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-MODES = ("seq-mean-token-mean", "token-mean", "constant", "seq-mean-token-sum")  # of `reduce`
-RULES = (  # of `reweight`
+MODES = ("seq-mean-token-mean", "token-mean", "constant", "seq-mean-token-sum")
+RULES = (
     "token_k1",
     "token_k2",
     "token_k3",
@@ -43,10 +43,10 @@ class ObjectiveRow:
     source: str
     home: str = CLIPPED  # module:function
     log_probs: tuple[str, ...] = ("proximal",)  # besides the learner's
-    options: Mapping[str, Any] = field(default_factory=lambda: CLIP)  # shared ones
+    options: Mapping[str, Any] = field(default_factory=lambda: CLIP)
     fixed: Mapping[str, Any] = field(default_factory=dict)  # arguments that are not options
     judge: str = ""  # module:function of the weights and rejections
-    sequences: bool = False  # the ratio is a whole sequence's
+    sequences: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Algorithm(ObjectiveRow):
 class Correction(ObjectiveRow):
     """A row of `CORRECTIONS`. One of whole sequences combines with every algorithm."""
 
-    takes: tuple[str, ...] = (*BOUNDS, "reduce")  # of the algorithm
+    takes: tuple[str, ...] = (*BOUNDS, "reduce")
 
 
 ALGORITHMS: dict[str, Algorithm] = {

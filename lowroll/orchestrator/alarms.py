@@ -46,7 +46,7 @@ def check_masks(batch: Batch) -> list[str]:
         return []
     scores = [sample.score for sample in batch.samples]
     if all(isinstance(score, ScoreError) and not score.failed for score in scores):
-        return []  # `check_any` has logged that no reward function applies
+        return []
     return [
         f"nothing is learned: all {len(batch.samples)} rollouts of the batch are flagged by "
         "filters, or cut off and masked (rollout/flagged_*_fraction says by which)"
@@ -61,7 +61,7 @@ def canaries(
     Each environment that stores answers gives a right and a wrong one to its training task at
     `positions[name]`.
     """
-    items: list[tuple[Prompt, str]] = []  # gold, perturbed, gold ...
+    items: list[tuple[Prompt, str]] = []
     for name, env in envs.items():
         prompt = prompt_at(env, positions[name], "train")
         try:

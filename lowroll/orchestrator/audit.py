@@ -42,7 +42,7 @@ class Audit:
     def __init__(self, events: Sequence[Event]) -> None:
         self.found: list[str] = []
         self.states: dict[str, str] = {}
-        self.batches: dict[int, list[str]] = {}  # not rolled back
+        self.batches: dict[int, list[str]] = {}
         self.consumed = 0  # the last step that a checkpoint covers
         # steps of batches, and groups with their state before a move (None: not planned)
         self._undo: list[int | tuple[str, str | None]] = []

@@ -185,7 +185,6 @@ class ConversationState:
         return Conversation(self.messages, self.ended, self.error)
 
     def _span(self, span: PolicySpan) -> None:
-        """Append a policy span, unless the last one has the same weights."""
         if self.spans:
             last = self.spans[-1]
             if (last.version, last.digest) == (span.version, span.digest):
@@ -197,7 +196,7 @@ class ConversationState:
 class _Exchange:
     """A dialogue and its conversations, which exist after the first turns.
 
-    asked: the engine's handles of requests in flight, with the sample of each; None for turn 0.
+    asked: the sample of each request in flight, by handle; None for turn 0.
     """
 
     dialogue: Dialogue
@@ -268,7 +267,7 @@ class Conversations:
         """Wait a moment; return finished groups by handle. Conversations with a new turn
         continue."""
         ended: list[tuple[int, Group]] = []
-        returned: dict[int, list[ConversationState]] = {}  # by the handle from `add`
+        returned: dict[int, list[ConversationState]] = {}
         for handle, group in self.engine.step():
             if handle in self._given_up:
                 self._given_up.discard(handle)
@@ -348,7 +347,6 @@ class Conversations:
             self._take(talk, [rollout])
 
     def _take(self, talk: ConversationState, rollouts: list[Rollout]) -> None:
-        """Append a returned turn. InvalidRollout unless there is exactly one."""
         if len(rollouts) != 1:
             raise InvalidRollout(
                 f"request {talk.request.id!r}: {len(rollouts)} rollouts, expected 1"
@@ -356,7 +354,6 @@ class Conversations:
         talk.take(rollouts[0], self.tokenizer.turn(rollouts[0].token_ids, talk.dialogue.tools))
 
     def _answer(self, talks: Sequence[ConversationState]) -> list[ConversationState]:
-        """Get the environments' replies; return the conversations that continue."""
         waiting = [talk for talk in talks if talk.ended is None]
         if not waiting:
             return []
@@ -368,7 +365,6 @@ class Conversations:
 
     @staticmethod
     def _by_id(requests: Sequence[Request], groups: Sequence[Group]) -> list[Group]:
-        """Return the groups in the order of the requests. InvalidRollout for a missing one."""
         group_by_id = {group.request.id: group for group in groups}
         for request in requests:
             if request.id not in group_by_id:

@@ -14,7 +14,7 @@ from lowroll.types import RunFailed, Score, ScoreError, printable
 
 logger = logging.getLogger(__name__)
 
-MESSAGE_LIMIT = 500  # characters in the log
+MESSAGE_LIMIT = 500
 
 
 class InvalidRollout(ValueError):

@@ -123,7 +123,7 @@ def summarise(examples: list[list[Sample]], k: int) -> dict[str, float]:
     solved = [[reward >= SOLVED for reward in example] for example in rewards if example]
     lengths = [sample.rollout.num_drawn for example in examples for sample in example]
     metrics = {"length_mean": fmean(lengths)}
-    if not solved:  # no reward function applies to any sample
+    if not solved:
         return metrics
     metrics |= {
         "reward": fmean(fmean(example) for example in rewards if example),

@@ -128,7 +128,6 @@ def score(
                 response.score = _unscorable_error(response)
             scorable = [response for response in example.responses if response.score is None]
             token_ids = [response.token_ids or [] for response in scorable]
-            # an evaluation has no steps
             prompt = for_scorer(example.prompt, token_ids, step=1, max_steps=0)
             to_score += [(prompt, response) for response in scorable]
         outcomes = scorer.score(
@@ -172,7 +171,6 @@ def votes(
 
 
 def _scorer_batches(examples: Sequence[Example]) -> Iterator[list[Example]]:
-    """Yield batches of examples with at most TOGETHER responses, but at least one example."""
     max_responses = max((len(example.responses) for example in examples), default=1)
     size = max(1, TOGETHER // max(1, max_responses))
     for start in range(0, len(examples), size):
@@ -183,13 +181,14 @@ def _answer_classes(
     examples: Sequence[Example], env: Environment, scorer: Scorer
 ) -> list[list[int | None]]:
     """Return for every response the first response of its example with the same answer, or None
-    without an answer. A round begins one class in every example, in one call of the scorer."""
+    without an answer. One call of the scorer compares all examples, by one class of answers each.
+    """
     classes: list[list[int | None]] = [[None] * len(example.responses) for example in examples]
     unclassified = [
         [i for i, r in enumerate(example.responses) if _has_answer(r)] for example in examples
     ]
     while any(unclassified):
-        pairs: list[tuple[int, int, int]] = []  # an example and two of its responses
+        pairs: list[tuple[int, int, int]] = []
         for number, waiting in enumerate(unclassified):
             if waiting:
                 first = waiting.pop(0)

@@ -49,7 +49,7 @@ class ScoredGroup:
 
     samples: list[Sample]
     flags: dict[str, int]
-    id: str  # of its request
+    id: str
     temperature: float
 
     @property
@@ -116,8 +116,8 @@ def check_group(draw: PromptDraw, group: Group) -> None:
 
 
 def _check_turns(rollout: Rollout, where: str) -> None:
-    """Raise InvalidRollout unless the turns cover the rollout in order, with at least one token of
-    the environment between two, and these tokens have no log-prob."""
+    """Raise InvalidRollout unless the turns cover the rollout in order, with tokens of the
+    environment, without log-probs, between two."""
     assert rollout.turns is not None
     previous_end = 0
     for number, turn in enumerate(rollout.turns):

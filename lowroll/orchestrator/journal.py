@@ -76,7 +76,7 @@ class Journal:
         length = 0
         if self.path.exists():
             events, length = read(self.path)
-        self.batches: list[int] = []  # steps not rolled back; 0 for the beginning
+        self.batches: list[int] = []  # 0 for the beginning
         self._dirty = False  # events follow the last batch
         self._lines = 0
         for event in events:

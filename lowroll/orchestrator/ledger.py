@@ -21,7 +21,7 @@ from lowroll.orchestrator.settings import Settings
 COUNTS = ("draws", "planned", "consumed", "dropped", "passed_over", "duplicates", "pooled")
 POOLS = ("easy", "hard")
 STATE_FORMAT = 2
-STATE = ("format", "step", "plan", "ledger", "errors")  # of the orchestrator
+STATE = ("format", "step", "plan", "ledger", "errors")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class GroupPlan:
     """The values from which to draw an open group again."""
 
     env: str
-    position: int  # in its environment
+    position: int
     step: int
     temperature: float
 
@@ -117,12 +117,12 @@ class Ledger:
     draws: int = 0  # including passed-over prompts
     cursors: dict[str, int] = field(default_factory=dict)  # next position of each environment
     planned: int = 0
-    consumed: int = 0  # in a batch
+    consumed: int = 0
     dropped: int = 0
     passed_over: int = 0  # prompts over max_prompt_tokens: never planned, like the next two
     duplicates: int = 0
-    pooled: int = 0  # prompts in a pool
-    open: list[GroupPlan] = field(default_factory=list)  # in planned order
+    pooled: int = 0
+    open: list[GroupPlan] = field(default_factory=list)
     pools: Pools = field(default_factory=Pools)
     levels: dict[str, LevelProgress] = field(
         default_factory=dict

@@ -69,7 +69,7 @@ class Orchestrator:
         journal: Journal | None = None,
     ) -> None:
         """Set up the loop. `rollout_log` receives every rollout of a step once. `describe` returns
-        more metrics of a batch. `weights` belong to a learner in another process."""
+        more metrics of a batch."""
         self.source = PromptSource(settings, envs, tokenizer)
         self.engine = engine
         self.scorer = scorer
@@ -145,7 +145,6 @@ class Orchestrator:
     # -- collecting groups -------------------------------------------------------------------------
 
     def _collect_in_rounds(self, pending: PendingBatch) -> None:
-        """Draw the missing groups and wait for all, in rounds, until there are enough."""
         settings, buffer = self.settings, self.rollout_buffer
         max_rounds = settings.max_rounds if settings.filters_groups else 1
         while pending.rounds < max_rounds and len(pending.kept) < settings.num_groups:
@@ -170,8 +169,6 @@ class Orchestrator:
             pending.rounds += 1
 
     def _collect_as_they_end(self, pending: PendingBatch) -> None:
-        """Keep groups open and take those that end, until there are enough, or with filters until
-        `max_rounds` batches of groups have returned."""
         settings, buffer, ledger = self.settings, self.rollout_buffer, pending.ledger
         num_groups, num_returned = settings.num_groups, 0
         while True:
@@ -250,7 +247,6 @@ class Orchestrator:
         self._drop(pending, self.rollout_buffer.abort_stale(version), STALE)
 
     def _drop_stale_and_without_signal(self, pending: PendingBatch) -> None:
-        """Drop returned groups that are too old or give nothing to learn."""
         for open_group in self.rollout_buffer.ready(pending.ledger):
             group = open_group.scored
             assert group is not None
@@ -336,7 +332,6 @@ class Orchestrator:
         return batch
 
     def _warn(self, batch: Batch) -> None:
-        """Log suspicious statistics of a batch, and score the canaries when they are due."""
         warnings = alarms(batch.stats) + check_masks(batch)
         interval = self.settings.canary_interval
         if interval and not self.settings.skip_verification and batch.step % interval == 0:
@@ -367,7 +362,6 @@ class Orchestrator:
         self.journal.sync()
 
     def _idle_stats(self, pending: PendingBatch) -> dict[str, float]:
-        """Return the seconds waited, and the idle fraction of the orchestrator's time."""
         last_batch_at, self._last_batch_at = self._last_batch_at, time.monotonic()
         idle_seconds = pending.seconds["time/generate"] + sum(self._waits.values())
         wall_seconds = max(self._last_batch_at - last_batch_at, 1e-9)
@@ -419,7 +413,7 @@ class Orchestrator:
     def committed(self, step: int) -> None:
         """Record that the learner's checkpoint covers all steps up to `step`."""
         if self.journal is not None:
-            self._sync_journal()  # after a restart, or a failed step
+            self._sync_journal()
             self.journal.write("consumed", step=step)
             self.journal.sync()
 

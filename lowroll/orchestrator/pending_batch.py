@@ -22,7 +22,7 @@ class DroppedGroup:
     """A group that goes into no batch. `group` is None if it never returned."""
 
     id: str
-    reason: str  # one of REASONS
+    reason: str
     group: ScoredGroup | None = None
 
 
@@ -35,13 +35,13 @@ class PendingBatch:
     temperature: float
     ledger: Ledger
     errors: ErrorWindow
-    kept: list[ScoredGroup] = field(default_factory=list)  # in planned order
+    kept: list[ScoredGroup] = field(default_factory=list)
     dropped: list[DroppedGroup] = field(default_factory=list)
     rounds: int = 0
     seconds: dict[str, float] = field(
         default_factory=lambda: {"time/generate": 0.0, "time/score": 0.0}
     )
-    stats: dict[str, float] = field(default_factory=dict)  # of groups taken as they end
+    stats: dict[str, float] = field(default_factory=dict)
 
     @property
     def lost(self) -> list[ScoredGroup]:

@@ -190,8 +190,8 @@ class PromptSource:
         return False
 
     def _is_duplicate(self, name: str, position: int, prompt: Prompt) -> bool:
-        """Return whether an earlier prompt of the data set has the same content. The earlier
-        prompts are read again in a resumed run."""
+        """Return whether an earlier prompt has the same content. A resumed run reads earlier
+        prompts again."""
         firsts, keys = self._firsts[name], self.settings.hash_keys
         end = min(position + 1, self._sizes[name] or 0)
         for unread_position in range(firsts.num_read, end):
@@ -199,7 +199,6 @@ class PromptSource:
         return firsts.is_duplicate(prompt, keys)
 
     def _refuse_emptiness(self, ledger: Ledger, unwanted: int) -> None:
-        """Raise NoSignal after too many unwanted prompts in a row."""
         if unwanted < MAX_PASSED_OVER + PASSES * sum(size or 0 for size in self._sizes.values()):
             return
         raise NoSignal(

@@ -39,9 +39,9 @@ class OpenGroup:
 
     planned: GroupPlan
     draw: PromptDraw
-    handle: int | None = None  # of the request in flight
-    num_updates: int = 0  # weight updates while in flight
-    scored: ScoredGroup | None = None  # None until it has returned
+    handle: int | None = None
+    num_updates: int = 0
+    scored: ScoredGroup | None = None
 
     @property
     def id(self) -> str:
@@ -57,7 +57,7 @@ class RolloutBuffer:
         self.source = source
         self.engine = engine
         self.journal = journal
-        self.version: int | None = None  # of the engines' weights
+        self.version: int | None = None
         self._known: dict[GroupPlan, OpenGroup] = {}
         self._flights: dict[int, OpenGroup] = {}
         self._aborted: set[int] = set()  # handles whose groups may still return

@@ -39,10 +39,10 @@ class Settings:
     seed: int = 0
     # relative shares of the draws by environment; 1 if absent
     env_weights: Mapping[str, float] = field(default_factory=dict)
-    advantage: str = "grpo"  # a name of lowroll.advantages.TABLE, or custom
-    estimator: Estimator | None = None  # the user's function, for custom
+    advantage: str = "grpo"
+    estimator: Estimator | None = None
     max_prompt_tokens: int | None = None  # longer prompts are skipped and counted
-    max_sequence_tokens: int | None = None  # of a conversation with its prompt
+    max_sequence_tokens: int | None = None
     dynamic_sampling: bool = False
     max_rounds: int = 8
     no_signal: str = "end"
@@ -51,7 +51,7 @@ class Settings:
     filters: tuple[Filter, ...] = ()
     max_error_rate: float = 0.05
     error_window: int = 50  # scores before the error rate is judged
-    canary_interval: int | None = 20  # steps
+    canary_interval: int | None = 20
     max_async_level: int = 0
     strict_async_level: bool = False
     max_off_policy_steps: int = 8
@@ -66,7 +66,7 @@ class Settings:
     easy_fraction: float = 0.0
     hard_fraction: float = 0.0
     hash_keys: tuple[str, ...] = ()
-    max_steps: int = 0  # 0: unknown
+    max_steps: int = 0
     skip_verification: bool = False
 
     @property

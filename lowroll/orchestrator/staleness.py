@@ -10,7 +10,7 @@ from lowroll.orchestrator.errors import InvalidRollout
 from lowroll.orchestrator.groups import ScoredGroup
 from lowroll.orchestrator.settings import Settings
 
-STALE = "stale"  # a reason to drop a group
+STALE = "stale"
 
 
 def is_stale(group: ScoredGroup, version: int, settings: Settings) -> bool:

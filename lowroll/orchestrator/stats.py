@@ -149,7 +149,7 @@ def version_stats(rollouts: Sequence[Rollout], learner: int | None) -> dict[str,
 def staleness_stats(rollouts: Sequence[Rollout], learner: int) -> dict[str, float]:
     """Return the lag of a batch's drawn tokens behind the learner in versions."""
     tokens_by_lag: Counter[int] = Counter()
-    prefix_lengths: list[int] = []  # of rollouts with several versions
+    prefix_lengths: list[int] = []
     for rollout in rollouts:
         spans, drawn_mask = rollout.behavior.policy, rollout.drawn
         span_ends = [*(span.start for span in spans[1:]), len(rollout.token_ids)]

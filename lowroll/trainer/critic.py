@@ -39,10 +39,10 @@ NO_VARIANCE = 1e-12  # of returns; equal ones differ by rounding
 @dataclass(frozen=True)
 class CriticSettings:
     gamma: float = 1.0
-    lam: float = 1.0  # of GAE
+    lam: float = 1.0
     whiten: bool = True
     value_clip: float | None = 0.5  # c of `value_loss`; None: no clip
-    warmup_steps: int = 0  # training steps before the policy learns
+    warmup_steps: int = 0
     tokens_per_microbatch: int = 8192
 
 
@@ -172,8 +172,7 @@ class Critic:
         portions: Sequence[Sequence[int]],
         loss: Callable[[PackedBatch, Tensor], Tensor] | None = None,
     ) -> PerToken:
-        """Run the samples as `PackedForward.run` and return their values. With `loss(packed,
-        values_N)`, accumulate the gradient."""
+        """Run the samples and return their values. With `loss`, accumulate its gradient."""
         costs = [cost(sample, self.body.spec, outputs=1) for sample in samples]
         portion_lists = ([portion] for portion in portions)
         capacity = self.settings.tokens_per_microbatch

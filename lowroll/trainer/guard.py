@@ -107,7 +107,7 @@ class Guard:
         self.has_budget = has_budget
         self.wants_choice = False
         self.choices = 0
-        self.wait = self.waited = 0  # alarms in a row
+        self.wait = self.waited = 0
         self.formats: dict[str, dict[str, int]] | None = None  # as `quant.mixed.stated` returns
         self.tightened = self.fallbacks = self.streak = self.num_seen = 0
         self.average = self.baseline = 0.0
@@ -175,8 +175,6 @@ class Guard:
             setattr(self, name, state[name])
 
     def _alarms(self, metrics: Mapping[str, float]) -> dict[str, str]:
-        """Return a step's alarms with their texts, and update the average KL. A missing metric
-        raises no alarm."""
         settings = self.settings
         alarms: dict[str, str] = {}
         nonfinite = [name for name in WATCHED if not math.isfinite(metrics.get(name, 0.0))]
@@ -214,7 +212,6 @@ class Guard:
         return alarms
 
     def _follow(self, kl: float) -> bool:
-        """Update the KL average; return whether it has grown too far."""
         self.num_seen += 1
         if self.num_seen <= BASELINE:
             self.baseline += (kl - self.baseline) / self.num_seen

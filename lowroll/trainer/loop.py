@@ -110,7 +110,7 @@ class Trainer:
         if "critic" in state or "critic" in tensors:
             state_pieces.append("critic")
             tensor_pieces.append("critic_optimizer")
-        if "critic" in tensors:  # `Critic.restore` checks its names
+        if "critic" in tensors:
             tensor_pieces.append("critic")
         check_pieces("trainer state", state, state_pieces)
         check_pieces("trainer tensors", tensors, tensor_pieces)

@@ -96,14 +96,14 @@ class Muon:
         return functools.reduce(torch.add, squares)
 
     def _updates(self, names: Sequence[str], rate: float, squares: list[Tensor]) -> list[Tensor]:
-        """Return this rank's shards of one round's updates. `squares` receives the squared 2-norm
+        """Return this rank's shards of one round's updates. Append to `squares` the squared 2-norm
         of each matrix that this rank orthogonalizes."""
 
         def update(i: int, direction_NK: Tensor) -> Tensor:
             update_NK = torch.empty_like(direction_NK)
             heights = list(self.rows[names[i]])
             directions = direction_NK.split(heights)
-            targets = update_NK.split(heights)  # views of update_NK
+            targets = update_NK.split(heights)
             for direction, target in zip(directions, targets, strict=True):
                 size = rate * RMS * max(direction.shape) ** 0.5
                 target.copy_(orthogonalize(direction).mul_(size))
@@ -115,7 +115,6 @@ class Muon:
         return self.ranks.on_whole(update, directions, heights)
 
     def _rounds(self) -> list[list[str]]:
-        """Return rounds of one matrix a rank, of similar cost."""
         names = list(self.params)
         if self.ranks.size > 1:
             names.sort(key=self._cost)

@@ -38,12 +38,12 @@ class OptimSettings:
     lr_scheduler_type: str = "constant"
     warmup_steps: int = 0
     total_steps: int = 100
-    min_lr_ratio: float = 0.0  # of learning_rate
+    min_lr_ratio: float = 0.0
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     max_grad_norm: float | None = 1.0  # None measures without clipping
-    optimizer: str = "adamw"  # or adamw8bit, muon
+    optimizer: str = "adamw"
 
 
 DECAYS = {  # share of the way from full to minimal rate that remains at progress p
@@ -85,7 +85,6 @@ class Optimizer:
         self.settings = settings
         self.params = dict(params)
         self.ranks = ranks
-        # parameters sharded over the ranks
         self.parts = {name for name, p in self.params.items() if ranks.is_part(p)}
         # on CUDA: the first gradient since the last update, in the parameter's dtype
         self._waiting: dict[str, Tensor] = {}
@@ -99,7 +98,7 @@ class Optimizer:
             self.masters[name] = _make_master(name, p, self._waiting)
             if self.masters[name] is not p:
                 self.lows[name] = p
-        self.num_steps = 0  # begun, for the schedule
+        self.num_steps = 0
         self.num_updates = 0  # AdamW's t
         self.refused_in_a_row = 0
         rows: dict[str, tuple[int, ...]] = {}
@@ -113,7 +112,6 @@ class Optimizer:
             settings.weight_decay,
             ranks if self.parts else ALONE,
         )
-        # the masters of AdamW
         self.others = {name: m for name, m in self.masters.items() if name not in rows}
         self.adamw = self._make_adamw()
         self.rate = settings.learning_rate
@@ -177,8 +175,8 @@ class Optimizer:
         return metrics
 
     def _gradients(self) -> list[Tensor]:
-        """Return every parameter's gradient, in the order of `masters`, summed over the ranks. They
-        are float32, except in the fused step of a single rank."""
+        """Return every parameter's gradient, in the order of `masters`, summed over the ranks;
+        float32, except in the fused step of a single rank."""
         all_waiting = self._waiting.keys() == self.masters.keys() == self.others.keys()
         if self.ranks.size == 1 and all_waiting and self._fuses():
             return [self._waiting[name] for name in self.masters]
@@ -202,7 +200,6 @@ class Optimizer:
         return list(gradients.values())
 
     def _norms(self, gradients: list[Tensor]) -> Tensor:
-        """Return the 2-norm of each whole gradient [P], float32."""
         norms_P = torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
         if not self.parts:
             return norms_P
@@ -214,8 +211,8 @@ class Optimizer:
         return [g for name, g in zip(self.masters, gradients, strict=True) if name in self.others]
 
     def _apply(self, norm: Tensor, gradients: list[Tensor], at: Addresses | None) -> float:
-        """Clip, update the masters, and round them to the parameters. Return the update's 2-norm.
-        norm: of all gradients. at: addresses of the fused step's gradients, if uploaded already."""
+        """Clip, update the masters, round them to the parameters, and return the update's 2-norm.
+        at: addresses of the gradients, if uploaded already."""
         is_fused = self._fuses()
         unfused = {} if is_fused else self.others
         most = self.settings.max_grad_norm
@@ -256,7 +253,6 @@ class Optimizer:
         )
 
     def _fused_adamw(self) -> Tensors:
-        """Return the tensors of the fused step. Missing moments start at 0."""
         groups = {id(m): group for group in self.adamw.param_groups for m in group["params"]}
         if self._fused is None:
             for m in self.others.values():
@@ -276,7 +272,6 @@ class Optimizer:
         return self._fused
 
     def _adamw_norm(self) -> float:
-        """Return the 2-norm of AdamW's last update without weight decay, from the moments."""
         if not self.others:
             return 0.0
         if self.in_8_bits:
@@ -366,7 +361,6 @@ class Optimizer:
                 self._revive(name, master, saved, shards)
 
     def _revive(self, name: str, master: Tensor, saved: dict[str, Tensor], shards: int) -> None:
-        """Give a parameter's optimizer this rank's part of moments that `shards` ranks saved."""
         p = self.params[name]
         local_moments = {}
         for kind, whole in saved.items():
@@ -388,7 +382,6 @@ class Optimizer:
         return self.ranks.dtype(self.params[name]) != torch.float32
 
     def _moments(self, name: str, shards: int = 1) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Return the names, shapes and dtypes of a whole parameter's state over `shards` ranks."""
         p = self.params[name]
         if name not in self.others:
             return {"momentum": (p.shape, torch.float32)}
@@ -416,8 +409,8 @@ def check_saved(
 
 def _make_master(name: str, param: nn.Parameter, waiting: dict[str, Tensor]) -> Tensor:
     """Return the float32 tensor that the optimizer updates: the parameter, or a copy whose `grad` a
-    hook fills. On CUDA the hook leaves the first gradient unconverted in `waiting`, in half of the
-    memory, until a second one comes."""
+    hook fills. On CUDA the hook leaves the first gradient unconverted in `waiting`, which saves
+    half of the memory, until a second one comes."""
     if param.dtype == torch.float32:
         return param
     master = param.detach().float().clone()

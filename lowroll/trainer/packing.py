@@ -153,8 +153,6 @@ def balance(
 def _fill_bins(
     lengths: Sequence[int], costs: Sequence[float], capacity: int, num_bins: int
 ) -> list[MicroBatch] | None:
-    """Put the sequences, costliest first, into the cheapest of `num_bins` bins with space. Return
-    None if one fits nowhere."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     loads, bin_costs = [0] * num_bins, [0.0] * num_bins
     for i in sorted(range(len(lengths)), key=lambda i: -costs[i]):
@@ -185,13 +183,12 @@ def cost(sample: Sample, spec: ModelSpec, outputs: int) -> float:
     layers_cost = spec.num_layers * (2 * query_size + 2 * key_size) + 3 * mlp_sizes
     windows = spec.windows or (0,) * spec.num_layers
     keys = sum(_seen_keys(num_tokens, window) for window in windows)
-    attention_cost = 2 * keys * query_size  # scores and values of a token
+    attention_cost = 2 * keys * query_size
     head_cost = len(sample.rollout.token_ids) * outputs * spec.hidden_size
     return float(num_tokens * (spec.hidden_size * layers_cost + attention_cost) + head_cost)
 
 
 def _seen_keys(num_tokens: int, window: int) -> float:
-    """Return the average number of keys that a query sees. window: 0 for none."""
     if not 0 < window < num_tokens:
         return num_tokens / 2
     return window * (1 - window / (2 * num_tokens))
@@ -335,7 +332,6 @@ def _ranges(starts: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _concatenate_numbers(code: str, lists: Sequence[Sequence[int | float]]) -> Tensor:
-    """Concatenate numbers as int64 ("q") or float64 ("d")."""
     values: array[Any] = array(code)
     for numbers in lists:
         values.extend(numbers)

@@ -32,9 +32,6 @@ def apply(model: Transformer, activation_checkpointing: bool | float = False) ->
 
 @dataclass(frozen=True)
 class _Remaking:
-    """Recomputation of norms and activations, and of products of the layers below
-    `products_below`."""
-
     products_below: float
 
     def __call__(

@@ -44,7 +44,7 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class SftSettings:
-    batch_size: int  # demonstrations an update
+    batch_size: int
     optim: OptimSettings = field(default_factory=OptimSettings)
     tokens_per_microbatch: int = 8192
     logprob_chunk: int = 1024
@@ -186,7 +186,6 @@ def read_demonstrations(path: Path) -> list[Demonstration]:
 
 
 def _parse_messages(row: Any) -> list[dict[str, str]]:
-    """Return the messages of a row. ValueError unless the assistant speaks last."""
     if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
         raise ValueError('expected {"messages": [...]}')
     for k, message in enumerate(row["messages"]):

@@ -22,7 +22,7 @@ from lowroll.checkpoint.store import write_part
 from lowroll.parallel.ranks import Ranks
 from lowroll.transport.base import TransportError
 
-SAVE_S = 3600.0  # the wait for the leading rank
+SAVE_S = 3600.0
 Result = TypeVar("Result")
 
 

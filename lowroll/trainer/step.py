@@ -76,9 +76,8 @@ class LearnSettings:
     """Settings of the learner."""
 
     objective: Objective
-    # of the objective: eps_low, cap, reduce, max_length ...
     options: Mapping[str, Any] = field(default_factory=dict)
-    minibatches: int = 1  # updates a batch
+    minibatches: int = 1
     tokens_per_microbatch: int = 8192
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
@@ -195,8 +194,8 @@ class Minibatch:
     """The samples of one update, by index in the batch."""
 
     samples: list[int]
-    active: list[int]  # with a token to learn from
-    with_gradient: set[int]  # of the whole batch
+    active: list[int]
+    with_gradient: set[int]
 
     @property
     def portions(self) -> tuple[list[int], list[int]]:
@@ -330,7 +329,6 @@ def _check_inputs(
 
 
 def _check_replay(samples: Sequence[Sample], model: Transformer) -> None:
-    """Raise ValueError for a bounded cache without a valid record of its dropped keys."""
     spec = model.spec
     for i, sample in enumerate(samples):
         evictions, behavior_tag = sample.rollout.evictions, sample.rollout.behavior
@@ -356,7 +354,6 @@ def _samples_with_gradient(
     settings: LearnSettings,
     advantages: PerToken | None,
 ) -> set[int]:
-    """Return the samples with an advantage; all, if a term of the objective needs none."""
     if settings.kl_coef or not settings.objective.needs_advantage(**settings.options):
         return set(active)
     if advantages is None:
@@ -371,7 +368,7 @@ def _anchors(
     reference: Transformer | None,
     teacher: Transformer | None,
 ) -> FixedPolicyLogProbs:
-    """Run a pass without gradient for each fixed policy that is read, packed as the updates."""
+    """Run a pass without gradient for each fixed policy, packed as the updates."""
     portions = list(chain.from_iterable(minibatch.portions for minibatch in plan))
     proximal_lp = reference_lp = teacher_lp = None
     # only the learner replays the cache
@@ -381,7 +378,6 @@ def _anchors(
     if settings.kl_coef and reference is not None:
         reference_lp = replace(dense, model=reference).run(portions).log_probs
     elif settings.kl_coef:
-        # the model before training
         with lora.disabled(forward.model), noise.muted(forward.model):
             reference_lp = dense.run(portions).log_probs
     if settings.has_teacher and teacher is not None:
@@ -392,8 +388,6 @@ def _anchors(
 def _mismatch_metrics(
     batch: Batch, active: Sequence[int], learner: PerToken, settings: LearnSettings
 ) -> dict[str, float]:
-    """Return the mismatch of sampler and learner on the active samples. learner: its log-probs
-    before the first update."""
     if not active:
         return {}
     packed = collate(batch.samples, active)
@@ -415,7 +409,6 @@ def _mismatch_metrics(
 def _rejection_metrics(
     packed: PackedBatch, per_token: Mapping[str, Tensor], settings: LearnSettings
 ) -> dict[str, float]:
-    """Return the statistics of rejected tokens before the first update."""
     options = settings.objective.options | dict(settings.options)
     verdict = settings.objective.verdict(**per_token, proximal=per_token["learner"], **options)
     scores = [sample.score for sample in packed.chosen]
@@ -449,7 +442,7 @@ def refuse_divergence(where: str, loss: float, norm: float, optimizer: Optimizer
 @dataclass(frozen=True)
 class _MinibatchObjective:
     """The objective J of a minibatch and its statistics. The values of micro-batches add up to the
-    whole's. Token `advantages` replace those of the samples."""
+    whole's."""
 
     samples: Sequence[Sample]
     minibatch: Minibatch
@@ -475,7 +468,6 @@ class _MinibatchObjective:
         return replace(total, num_sequences=len(self.minibatch.samples))
 
     def __call__(self, packed: PackedBatch, learner_N: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """Return a micro-batch's share of J, and the statistics of its tokens."""
         settings, anchors, advantages = self.settings, self.anchors, self.advantages
         proximal = anchors.proximal
         policies = {
@@ -518,7 +510,6 @@ class _MinibatchObjective:
 def _accumulate(
     forward: PackedForward, objective: _MinibatchObjective
 ) -> tuple[dict[str, float], PerToken]:
-    """Accumulate a minibatch's gradient. Return its statistics and the learner's log-probs."""
     with_gradient, forward_only = objective.minibatch.portions
     output = forward.run([with_gradient], lambda packed, learner_N: objective(packed, learner_N)[0])
     output |= forward.run([forward_only])
@@ -532,7 +523,6 @@ def _accumulate(
 
 
 def _merge_records(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Merge the updates' statistics: extremes, sums of counts, means of the rest."""
     merged: dict[str, float] = {}
     for name in dict.fromkeys(chain.from_iterable(records)):
         values = [record[name] for record in records if name in record]

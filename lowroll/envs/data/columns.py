@@ -66,7 +66,7 @@ class Columns:
             completion_where = f"{where}: column {completion_name!r}"
             completion = _parse_completion(completion_value, completion_where)
         if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
-            prompt = prompt[:-1]  # a demonstration
+            prompt = prompt[:-1]
         if not prompt:
             raise ValueError(f"{where}: column {prompt_name!r}: nothing is asked in it")
         answer = plain(answer_value)
@@ -82,8 +82,8 @@ def _json_columns(row: Mapping[str, Any]) -> dict[str, Any]:
 def _find_column(
     row: Mapping[str, Any], named: str | None, usual: Sequence[str], where: str, what: str
 ) -> tuple[str | None, Any]:
-    """Return (column, value) of the named column, else of the first usual one that has a value;
-    (None, None) when none has. ValueError for a missing named one."""
+    """Return (column, value) of the named column, else of the first usual one with a value, else
+    (None, None). ValueError for a missing named one."""
     if named is not None:
         return named, _value_at(row, named, where, what)
     for name in usual:
@@ -134,10 +134,8 @@ def _parse_message(value: Any, where: str) -> Message:
 
 
 def _message_content(message: Mapping[str, Any], where: str) -> str:
-    """Return a message's text; "" for an assistant's message with tool calls alone. ValueError for
-    other content than text."""
     content = message.get("content")
-    if isinstance(content, list):  # multimodal parts
+    if isinstance(content, list):
         parts = [part for part in content if isinstance(part, Mapping)]
         kinds = {part.get("type", "text") for part in parts}
         if len(parts) < len(content) or kinds - {"text"}:
@@ -157,7 +155,6 @@ def _message_content(message: Mapping[str, Any], where: str) -> str:
 
 
 def _parse_completion(value: Any, where: str) -> str | None:
-    """Return a demonstration: a text, or the assistant's last message, if any."""
     if isinstance(value, str):
         return value
     prompt = _parse_prompt(value, where)

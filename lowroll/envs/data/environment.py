@@ -25,7 +25,7 @@ from lowroll.types import Message, Prompt, Score
 
 logger = logging.getLogger(__name__)
 
-NUMBER = re.compile(r":\d+$|\[\d+\]$")  # a row's number after its source
+NUMBER = re.compile(r":\d+$|\[\d+\]$")
 Said = str | list[Message]  # a response, or the messages after the prompt
 
 
@@ -163,8 +163,8 @@ class Data(Environment):
         return f"\\boxed{{{perturb(prompt.info['answer'])}}}"
 
     def _task(self, row: dict[str, Any], where: str) -> DataTask | None:
-        """Return a row. Without reward functions it needs an answer or a demonstration: None for an
-        empty answer, ValueError for none."""
+        """Return a row, None for one with an empty answer. ValueError if nothing can score it or
+        train on it."""
         task = self.columns.task(row, where)
         self._check_kind(task, where)
         if not self.is_graded:
@@ -184,7 +184,6 @@ class Data(Environment):
         )
 
     def _check_kind(self, task: DataTask, where: str) -> None:
-        """Raise ValueError unless a source's prompts are all texts or all messages."""
         kind = "a text" if isinstance(task.prompt, str) else "chat messages"
         source = NUMBER.sub("", where)
         first_kind, first_row = self._kinds.setdefault(source, (kind, where))
@@ -210,7 +209,6 @@ class Data(Environment):
         return answers | task.columns
 
     def _wanted(self, task: DataTask) -> dict[str, Any]:
-        """Return the columns that the functions take; all if one of them takes any."""
         columns = self._named(task)
         taken_names: set[str] = set()
         for function in self.functions:
@@ -228,8 +226,6 @@ class Data(Environment):
         return [*messages[:last], {**messages[last], "content": text}, *messages[last + 1 :]]
 
     def _sum(self, i: int, rewards: Sequence[float | None], log: Logged) -> Score | InvalidScore:
-        """Return response i's weighted sum of the rewards that are not None; Inapplicable without
-        any."""
         rewards_by_name: dict[str, float] = {}
         weighted_rewards: list[float] = []
         for function, reward, weight in zip(self.functions, rewards, self.weights, strict=True):

@@ -37,7 +37,7 @@ from lowroll.envs.table import import_file, split_file
 from lowroll.envs.user_errors import describe, place
 from lowroll.types import Message, nearest
 
-ANSWER = "answer"  # the built-in function
+ANSWER = "answer"
 TEXTS = ("text", "solution_str")  # the second name is verl's
 ONE = (*TEXTS, "completion", "prompt", "rollout")
 # TRL's arguments that are not columns
@@ -46,7 +46,7 @@ LOGS = ("log_extra", "log_metric")
 SEVERAL = ("completions", "prompts", *OF_ROLLOUTS, *LOGS)
 NO_COLUMNS = ("prompt", "completion")  # not passed to **columns, as in TRL
 MAX_EXTRA = 500_000  # characters per prompt
-SAID = frozenset((*TEXTS, "completion", "rollout", "completions"))  # names of the response
+SAID = frozenset((*TEXTS, "completion", "rollout", "completions"))
 UNKNOWN_HERE = dict.fromkeys((*OF_ROLLOUTS, *LOGS), "only functions of completions are given it")
 UNKNOWN_HERE["environments"] = "TRL's environments are not passed here"
 
@@ -159,11 +159,10 @@ class RewardFunction:
         for parameter in parameters:
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
                 raise ValueError(f"{self.where}: {parameter} must be a parameter that can be named")
-        # required or not
         self.wanted = {p.name: p.default is p.empty for p in parameters if p.kind != p.VAR_KEYWORD}
         self.is_of_several = "completions" in self.wanted
-        self.own = SEVERAL if self.is_of_several else ONE  # parameters that are no columns
-        self.takes: tuple[str, ...] = ()  # of the rollouts
+        self.own = SEVERAL if self.is_of_several else ONE
+        self.takes: tuple[str, ...] = ()
         if self.is_of_several:
             self.takes = tuple(n for n in OF_ROLLOUTS if self.takes_rest or n in self.wanted)
         if not self.takes_rest and SAID.isdisjoint(self.wanted):
@@ -219,7 +218,7 @@ class RewardFunction:
         if not self.is_of_several:
             return [self._number(value) for value in returned]
         (rewards,) = returned
-        if hasattr(rewards, "tolist"):  # an array or a tensor
+        if hasattr(rewards, "tolist"):
             rewards = rewards.tolist()
         is_list = isinstance(rewards, (list, tuple))
         if not is_list or len(rewards) != count:

@@ -114,7 +114,7 @@ def _model_folder(id: str) -> Path:
             path = snapshot_download(id, allow_patterns=FILES, local_files_only=True)
         except LocalEntryNotFoundError:
             path = snapshot_download(id, allow_patterns=FILES)
-    except Exception as error:  # the hub raises many kinds of errors
+    except Exception as error:
         first_line = printable((str(error).splitlines() or [""])[0])
         raise ValueError(
             f"reward_funcs: {id!r} is no folder, and the hub could not deliver it "

@@ -28,12 +28,12 @@ TEST_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
 class DataSource:
     """A split of a data set; a file is one split under any name."""
 
-    path: str  # a file, a pattern of files, a folder or a hub id
+    path: str
     split: str = "train"
     subset: str | None = None  # of the hub's data set, such as "main"
-    revision: str | None = None  # a branch, tag or commit
+    revision: str | None = None
     streaming: bool = False  # without a copy on disk
-    rows: int | None = None  # the first rows; None: all
+    rows: int | None = None  # None: all
 
     def __post_init__(self) -> None:
         if self.rows is not None and self.rows < 1:

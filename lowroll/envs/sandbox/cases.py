@@ -15,7 +15,6 @@ from typing import Any, Literal
 Status = Literal["passed", "wrong", "timeout", "crash", "output", "compile"]
 TOLERANCE = 1e-9
 MAX_NUMBER = 400  # characters
-# with a point, an exponent or both
 NUMBER = re.compile(
     r"[+-]?(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,9})?|[0-9]+[eE][+-]?[0-9]{1,9})"
 )
@@ -37,11 +36,11 @@ class SandboxLimits:
     process, the others for all together."""
 
     seconds: float = 4.0  # CPU time per case
-    wall_seconds: float = 6.0  # per case
+    wall_seconds: float = 6.0
     total_seconds: float = 8.0  # for all cases; later ones are timeouts
     memory_mb: int = 512
     processes: int = 8  # with threads and the program itself
-    files: int = 64  # open at once
+    files: int = 64
     output_kb: int = 4096  # per case, with standard error
     disk_mb: int = 64  # of /tmp, which is in memory
 

@@ -35,7 +35,7 @@ from typing import Any
 
 PROGRAM = "/tmp/program.py"
 RESULT = 3  # descriptor of a function's result
-COMPILE = 65  # exit status of a program that does not compile
+COMPILE = 65
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38
 FILTER_MODE = 2
 LAST_WORDS = 300  # bytes of standard error
@@ -46,7 +46,6 @@ KNOWN = frozenset(
     "bisect collections copy dataclasses datetime decimal fractions functools heapq io itertools "
     "json math operator queue random re statistics string typing".split()
 )
-# absent in a sandbox
 HOST_FILES = (
     "/proc/self",
     "/sys/kernel",
@@ -88,7 +87,7 @@ def missing_walls() -> list[str]:
 
 
 def _is_alone() -> bool:
-    """Return whether no other process can be signalled (signal 0 tests only)."""
+    """Return whether no other process can be signalled. Signal 0 only tests."""
     try:
         os.kill(-1, 0)
     except ProcessLookupError:
@@ -97,7 +96,6 @@ def _is_alone() -> bool:
 
 
 def _has_network() -> bool:
-    """Return whether packets could leave by any interface, also loopback."""
     if any(name != "lo" for _, name in socket.if_nameindex()):
         return True
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -140,8 +138,7 @@ def _connect_pipes(pipes: tuple[int, ...], is_function: bool) -> None:
 
 
 def _set_limits(limits: dict[str, float], lines: bytes) -> None:
-    """Limit this process for good: resources, session, folder, and system calls by the seccomp
-    filter `lines`."""
+    """Limit this process for good. `lines` are the seccomp filter's."""
     seconds, memory = math.ceil(limits["seconds"]), int(limits["memory_mb"]) << 20
     disk = int(limits["disk_mb"]) << 20
     for kind, soft, hard in (
@@ -155,7 +152,7 @@ def _set_limits(limits: dict[str, float], lines: bytes) -> None:
         (resource.RLIMIT_MEMLOCK, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
     ):
-        hard_now = resource.getrlimit(kind)[1]  # cannot be raised
+        hard_now = resource.getrlimit(kind)[1]
         most = sys.maxsize if hard_now == resource.RLIM_INFINITY else hard_now
         resource.setrlimit(kind, (min(int(soft), most), min(int(hard), most)))
     os.setsid()
@@ -187,7 +184,6 @@ def _exit_status(code: Any) -> int:
 
 
 def _end(code: int) -> None:
-    """End the process like an interpreter: join threads, run exit functions, flush streams."""
     try:
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:
@@ -244,7 +240,6 @@ class CaseWatch:
         }
 
     def _read(self, pipe: int) -> bool:
-        """Read one pipe; return False for nothing, its end, or too much output."""
         try:
             data = os.read(pipe, 1 << 16)
         except BlockingIOError:
@@ -294,7 +289,7 @@ def run_case(request: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     stderr, stderr_end = os.pipe()
     pid = os.fork()
     if pid == 0:
-        be_the_program(request, case, (stdin, output_end, stderr_end))  # does not return
+        be_the_program(request, case, (stdin, output_end, stderr_end))
     for end in (stdin, output_end, stderr_end):
         os.close(end)
     for pipe in (output, stderr):

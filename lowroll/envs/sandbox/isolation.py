@@ -32,7 +32,7 @@ NAMES = (
     "ipc",
     "uts",
     "cgroup",
-)  # links in /proc/self/ns
+)
 DEFAULT = SandboxLimits()
 USER = 1000  # of the program, inside the sandbox
 
@@ -49,8 +49,8 @@ def python() -> str:
 def _layout() -> dict[str, Any]:
     """Return what a program sees.
 
-    `binds`: paths bound from the machine. `links`: (path, target) of library folders that are
-    links. `masks`: folders of packages inside the binds, which become empty.
+    `binds`: paths of the machine. `links`: (path, target) of library folders that are links.
+    `masks`: folders inside the binds, which become empty.
     """
     library = sysconfig.get_paths()["stdlib"]
     binds = [python(), str(INSIDE)]
@@ -113,8 +113,6 @@ print(os.path.exists(input()), os.getppid(), os.getuid(), os.path.exists("/proc"
 
 
 def _try(walls: Isolation) -> str | None:
-    """Explain why this does not isolate; None when a program ran and saw nothing of this
-    machine."""
     limits = SandboxLimits(total_seconds=30.0, wall_seconds=30.0)
     with tempfile.NamedTemporaryFile(prefix="lowroll-") as host_file:
         case = Case(host_file.name, f"False 1 {USER} False")

@@ -25,7 +25,7 @@ ENV = {
     "PYTHONHASHSEED": "0",
     "PYTHONUTF8": "1",
 }
-START_LIMIT = 20.0  # seconds
+START_LIMIT = 20.0
 SLACK = 5.0  # seconds for the sandbox's own work
 MAX_SAID = 500  # characters of the sandbox's own errors
 
@@ -97,8 +97,6 @@ def _judged(case: Case, reply: dict[str, Any]) -> Result:
 
 
 class _Sandbox:
-    """A sandbox for one program."""
-
     def __init__(self, here: Isolation, limits: SandboxLimits) -> None:
         self.limits, self.name = limits, here.name
         try:

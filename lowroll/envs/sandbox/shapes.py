@@ -107,7 +107,6 @@ def _require_list(value: Any, where: str) -> list[Any]:
 
 
 def _unwrap_result(output: Any) -> Any:
-    """Unwrap a result from a list of one, as in both data sets."""
     return output[0] if isinstance(output, list) and len(output) == 1 else output
 
 

@@ -20,8 +20,8 @@ from lowroll.types import Prompt, Score
 if TYPE_CHECKING:
     from lowroll.envs.sandbox import Case
 
-CPU_SECONDS = 6.0  # of one case, as in its own runner
-TOTAL_SECONDS = 100.0  # of a program on all cases
+CPU_SECONDS = 6.0  # CPU time of one case
+TOTAL_SECONDS = 100.0
 PLACE = " place"  # key of a row for its byte offset in the file
 STDIN = (
     "Write a Python program that solves the problem. It reads the input from standard input and "
@@ -85,8 +85,6 @@ class Programs(HeldOut):
         raise NotImplementedError
 
     def _cases(self, prompt: Prompt) -> list[Case]:
-        """Read a prompt's public and private cases from the row at its place in the file.
-        ValueError names the place."""
         path, offset = prompt.info["place"]
         where = f"{path}, the row at byte {offset}"
         with open(path, "rb") as file:

@@ -15,8 +15,8 @@ from lowroll.envs.user_errors import describe
 from lowroll.envs.verifiers.source import VerifiersSource, refuse_missing
 from lowroll.types import Message, Prompt, Score
 
-MOST_TURNS = 8  # in an environment without a bound
-MOST_TASKS = 1_000_000  # of a finite data set
+MOST_TURNS = 8
+MOST_TASKS = 1_000_000
 
 
 class Verifiers(Environment):
@@ -54,7 +54,7 @@ class Verifiers(Environment):
             return load(env_id, args)
         except ImportError as error:
             raise ValueError(f"env {self.name!r}: {refuse_missing(env_id, error)}") from error
-        except Exception as error:  # the environment's own code
+        except Exception as error:
             raise ValueError(f"env {self.name!r}: verifiers: {describe(error)}") from error
 
     @property

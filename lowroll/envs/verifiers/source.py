@@ -49,8 +49,8 @@ class VerifiersSource(ABC):
 
     @abstractmethod
     async def _run(self, task: Any, turns: list[Message], scored: bool) -> Any:
-        """Run verifiers' loop with these turns and return its record. After them TurnPending asks
-        for the next, or the loop ends (`scored`)."""
+        """Run verifiers' loop with these turns and return its record. `scored`: the loop ends after
+        them, instead of TurnPending."""
 
     @abstractmethod
     async def judge(self, task: Any, turns: list[Message]) -> Score:
@@ -109,7 +109,7 @@ def plain(message: Any) -> Message:
 def _parse_arguments(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:  # an unreadable call
+    except ValueError:
         return text
 
 

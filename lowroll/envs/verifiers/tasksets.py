@@ -112,7 +112,7 @@ def _resolve_config(env_id: str, args: dict[str, Any]) -> Any:
     except ValueError as error:
         if not hasattr(error, "errors"):
             raise
-        first_error = error.errors()[0]  # of pydantic's ValidationError
+        first_error = error.errors()[0]
         path = ".".join(map(str, first_error["loc"])).removeprefix("taskset.")
         raise ValueError(f"{env_id}: {path}: {first_error['msg']}") from error
 
@@ -184,8 +184,6 @@ class _Talk:
         return vf.Segment(messages=[node.message for node in self.trace.nodes[begin:]])
 
     def _ended(self, begin: int) -> Any:
-        """Raise TurnPending for the model's next turn, or end the exchange (`ends`) with a segment
-        of the messages since node `begin`."""
         nodes = self.trace.nodes
         if not self.scripted.ends:
             sampled_positions = [i for i, node in enumerate(nodes) if node.sampled]
@@ -203,13 +201,13 @@ class _Talk:
         return vf.Segment(messages=messages, terminated=not messages)
 
     async def _call(self, said: Message) -> None:
-        """Add the results of a turn's calls, then errors of unreadable ones. `failed` keeps the
-        kind of failure by the position of the result's node, the next one to be added."""
+        """Add the results of a turn's calls. `failed` keeps the kind of failure by the node of the
+        result."""
         for call in said.get("tool_calls", ()):
             name, text = call["function"]["name"], ""
             try:
                 text = await _call_tool(self.scripted.box, **call["function"])
-            except Exception as error:  # the model gets a tool's failure as the result
+            except Exception as error:
                 self.failed[len(self.trace.nodes)] = "call"
                 text = f"error: {error}"
             self._add(vf.ToolMessage(tool_call_id=call["id"], name=name, content=text))

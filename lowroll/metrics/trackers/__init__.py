@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 # of files here, packages, and extras
 NAMES = ("wandb", "tensorboard", "trackio", "mlflow")
 TRACKED_FILE = "tracked.json"
-MOST_WAITING = 1000  # records queued
+MOST_WAITING = 1000
 CLOSE_LIMIT = 30.0  # seconds
 Metrics = Mapping[str, float]
 
@@ -119,8 +119,6 @@ def run_id(path: Path, step: int) -> str:
 
 
 class _Thread:
-    """A tracker and its unsent records."""
-
     def __init__(self, name: str, run: Tracked) -> None:
         self.name = name
         self.waiting: queue.Queue[tuple[int, Metrics] | None] = queue.Queue(MOST_WAITING)
