@@ -25,8 +25,8 @@ from lowroll.advantages.group import Estimator, Rewards
 
 
 def load(import_path: str, kwargs: Mapping[str, Any] | None = None) -> Estimator:
-    """Load the function of "path/to/file.py:function" with its keyword arguments. ValueError names
-    what is wrong with the path, the file or the arguments."""
+    """Load the function of "path/to/file.py:function" with its keyword arguments. ValueError for an
+    unusable path, file or argument."""
     path, colon, name = import_path.partition(".py:")
     file = Path(path + ".py").resolve()
     if not colon or not name.isidentifier():

@@ -38,8 +38,8 @@ def unseal(line: bytes, number: int = 0) -> tuple[bytes, bool]:
 
 
 def unseal_lines(data: bytes) -> bytes:
-    """Return the content of a file whose lines are all sealed with their numbers from 1 on, or all
-    not. ValueError names the first damaged line."""
+    """Return the content of a file whose lines are all sealed with their numbers, or all not.
+    ValueError names the first damaged line."""
     contents: list[bytes] = []
     are_sealed: bool | None = None  # decided by the first line that is not empty
     for number, line in enumerate(data.split(b"\n"), 1):

@@ -55,9 +55,9 @@ def publish_folder(dest: Path, write: Callable[[Path], None], meta: dict[str, An
     """Publish the folder `dest` with the files that `write(folder)` creates; return `dest`. meta:
     JSON data for the manifest.
 
-    FileExistsError for an existing `dest`, before anything is written. If `write` raises, its
-    partial folder is removed; a full disk becomes DiskFullError, another system error an OSError
-    with the path. NotSyncedError when only the last sync failed.
+    FileExistsError for an existing `dest`, before anything is written. After another error the
+    partial folder is removed; a full disk becomes DiskFullError. NotSyncedError when only the last
+    sync failed.
     """
     dest = Path(dest)
     _check_absent(dest)

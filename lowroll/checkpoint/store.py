@@ -122,10 +122,9 @@ class Store:
     ) -> Path:
         """Publish checkpoint `step`, verify it from disk, then apply the retention rule.
 
-        parts: the number of processes with shards; `tensors` are then the first one's, and
-        share(folder) makes the others `write_part` theirs. ValueError for state that JSON would
-        change (NaN, tuples, other keys than strings). FileExistsError when `step` exists,
-        NotSyncedError when it could not be read back.
+        parts: the number of processes with shards; share(folder) makes the others `write_part`
+        theirs. ValueError for state that JSON would change (NaN, tuples, other keys than strings).
+        FileExistsError when `step` exists, NotSyncedError when it could not be read back.
         """
         text = _encode_state(state)
 

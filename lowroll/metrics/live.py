@@ -63,8 +63,7 @@ class LiveView:
     """A live view: `with LiveView(total_steps, title) as view:`, then `view.phase(...)` inside a
     step and `view.step(record)` after it.
 
-    Without a terminal each `every`th step and the last print a line. Set `asked_to_stop` to an
-    object that becomes true when the run is asked to stop.
+    Without a terminal each `every`th step and the last print a line.
     """
 
     def __init__(

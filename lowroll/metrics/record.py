@@ -162,7 +162,7 @@ def _merge_evaluation(record: Record, evaluation: Mapping[str, Any]) -> None:
 
 
 def reproducible(record: Mapping[str, Any]) -> Record:
-    """Return the numbers that a run of the same seed, or a resumed one, repeats bit for bit."""
+    """Return the numbers that a run of the same seed repeats bit for bit."""
     return {
         name: value for name, value in record.items() if name == "step" or find(name).reproducible
     }

@@ -54,7 +54,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     its path.
 
     FileNotFoundError when `run_dir` is not a folder, ValueError when `out` is another file or
-    cannot be written. Damaged data is left out, and named at the page's end.
+    cannot be written. Damaged data is left out, with a note.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():

@@ -61,8 +61,8 @@ def aipo(
     sequence_mask_high: float = 100.0,
     sequence_clip_high: float = 10.0,
 ) -> TokenValues:
-    """Return each token's value and the statistics. ValueError for an unknown ratio_type or mode,
-    bounds in the wrong order, or teacher_tau without a teacher."""
+    """Return each token's value and the statistics. ValueError for an invalid option, or
+    teacher_tau without a teacher."""
     for name, value, choices in (("ratio_type", ratio_type, RATIO_TYPES), ("mode", mode, MODES)):
         if value not in choices:
             raise ValueError(f"{name}: unknown {value!r}; expected one of {', '.join(choices)}")

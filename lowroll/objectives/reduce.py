@@ -29,7 +29,7 @@ from lowroll.objectives.table import MODES
 @dataclass(frozen=True)
 class Denominators:
     """The counts by which the loss of a whole batch is divided. `weight_sum`: of the correction's
-    weights, for objectives that divide by the mean weight."""
+    weights."""
 
     num_tokens: int
     num_sequences: int

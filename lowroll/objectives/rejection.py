@@ -34,8 +34,8 @@ def rejection(
     kept: Tensor | None = None,
     veto: float | None = None,
 ) -> dict[str, float]:
-    """Return the statistics of packed tokens [N]. rewards: [S], NaN where there is none; kept: the
-    tokens that are not rejected, bool [N], or None for an objective that never rejects."""
+    """Return the statistics of packed tokens [N]. rewards: [S], NaN where there is none; kept: bool
+    [N], or None for an objective that never rejects."""
     sequences = sequences_of(mask, segments)
     log_weight_N = flatten("learner", learner, mask) - flatten("behavior", behavior, mask)
     log_weight_N = log_weight_N.detach().double()

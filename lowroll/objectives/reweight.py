@@ -123,8 +123,8 @@ def judge(
     bypass: bool = False,
     repair: str | None = None,
 ) -> CorrectionWeights:
-    """Return every token's weight, and whether it is rejected. ValueError for an unknown weight,
-    rule or repair, bounds that reject everything, and repair without a veto."""
+    """Return every token's weight, and whether it is rejected. ValueError for an invalid option, or
+    repair without a veto."""
     if repair not in REPAIRS:
         raise ValueError(f"repair: unknown {repair!r}; expected mask or None")
     if repair is not None and veto is None:
@@ -213,8 +213,8 @@ def _mean_weight(verdict: CorrectionWeights, counts: Denominators | None) -> flo
 
 
 def repair_statistics(repaired_N: Tensor, sequences: Sequences) -> dict[str, Tensor]:
-    """Return the fraction of tokens that `repair` masks in responses of which it keeps a beginning,
-    and of such responses."""
+    """Return the fraction of tokens that `repair` masks, in responses of which it keeps a
+    beginning, and of such responses."""
     has_kept_S = sequence_any(~repaired_N, sequences)
     shortened_S = sequence_any(repaired_N, sequences) & has_kept_S
     has_tokens_S = sequence_any(torch.ones_like(repaired_N), sequences)

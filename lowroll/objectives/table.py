@@ -196,9 +196,9 @@ def forms(algorithm: str) -> tuple[str, ...]:
 
 
 def pair(algorithm: str, correction: str) -> ObjectiveRow:
-    """Return the row of an algorithm under a correction: the correction's row with the algorithm's
-    values of the options that it takes, or the algorithm's row if that `applies` the correction.
-    ValueError for unknown names or an unsupported pair."""
+    """Return the correction's row with the algorithm's values of the options that it takes, or the
+    algorithm's row if that `applies` the correction. ValueError for unknown names or an unsupported
+    pair."""
     for kind, name, choices in (
         ("algorithm", algorithm, tuple(ALGORITHMS)),
         ("correction", correction, tuple(CORRECTIONS)),

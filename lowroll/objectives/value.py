@@ -33,8 +33,8 @@ def value_loss(
     """Return the loss to minimise and its statistics, for [B, T] tensors or packed [N] with
     `segments`.
 
-    Only `values` carries gradient. `clip` is c in units of the value; None is the plain squared
-    error. ValueError for an invalid clip or shape.
+    Only `values` carries gradient. A `clip` of None gives the plain squared error. ValueError for
+    an invalid clip or shape.
     """
     if clip is not None and not clip > 0:
         raise ValueError(f"clip: {clip} must be positive")

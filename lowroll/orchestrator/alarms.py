@@ -56,11 +56,8 @@ def check_masks(batch: Batch) -> list[str]:
 def canaries(
     envs: Mapping[str, Environment], scorer: Scorer, positions: Mapping[str, int]
 ) -> list[str]:
-    """Score known answers, and return one line for each wrong score.
-
-    Each environment that stores answers gives a right and a wrong one to its training task at
-    `positions[name]`.
-    """
+    """Score each environment's gold and perturbed answer to its training task at `positions[name]`.
+    Return one line for each wrong score."""
     items: list[tuple[Prompt, str]] = []
     for name, env in envs.items():
         prompt = prompt_at(env, positions[name], "train")

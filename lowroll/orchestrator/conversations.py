@@ -84,7 +84,6 @@ class ConversationState:
 
     @property
     def length(self) -> int:
-        """Tokens of the whole sequence."""
         return len(self.dialogue.prompt_ids) + len(self.token_ids)
 
     @property

@@ -41,8 +41,8 @@ def interval(
     level: float = LEVEL,
     resamples: int = RESAMPLES,
 ) -> tuple[float, float]:
-    """Return the bounds of the mean of the sets' means; values are resampled within their set.
-    ValueError for an empty set."""
+    """Return a bootstrap interval of the mean of the sets' means; values are resampled within their
+    set. ValueError for an empty set."""
     if not sets or not all(sets):
         raise ValueError("interval: expected values, got an empty set")
     rng = Random(seed)

@@ -44,9 +44,8 @@ def evaluate(
     """Return the metrics `eval/<env>/{reward,pass_at_1,avg_at_k,pass_at_k,length_mean}` over the
     first examples of the test split; k is rollouts_per_example.
 
-    Examples with more than `max_prompt_tokens` are left out, and those with fewer than k scored
-    rollouts of pass@k. The same seed gives the same noise for any weights. ScoringFailed as
-    `check_errors`, ValueError without a usable example.
+    pass@k leaves out examples with fewer than k scored rollouts. The same seed gives the same noise
+    for any weights. ScoringFailed as `check_errors`, ValueError without a usable example.
     """
     draws = plan(
         env,

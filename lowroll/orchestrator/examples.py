@@ -28,8 +28,8 @@ TOGETHER = 1024  # responses per call of the scorer
 class ExampleResponse:
     """One response, or its side of a conversation.
 
-    `text`: of the last turn. `tokens`: the number of all drawn. `messages`: of a conversation,
-    after the prompt. `failed`: its environment's error. `token_ids`: for a scorer that takes them.
+    `text`: of the last turn. `tokens`: the number of all drawn. `messages`: those after the prompt.
+    `failed`: its environment's error. `token_ids`: for a scorer that takes them.
     """
 
     text: str
@@ -156,8 +156,8 @@ def votes(
     on_progress: Progress | None = None,
 ) -> list[bool] | None:
     """Return whether each example's most frequent answer is right; None where the environment does
-    not compare answers (`Environment.matching`). Two answers are the same when the scorer accepts
-    the second for the first."""
+    not compare answers. Two answers are the same when the scorer accepts the second for the first.
+    """
     if not examples or env.matching(examples[0].prompt, "") is None:
         return None
     is_solved: list[bool] = []

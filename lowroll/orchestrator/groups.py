@@ -144,7 +144,7 @@ def score(
     max_steps: int = 0,
 ) -> list[list[Sample]]:
     """Decode and score every rollout; return one list of samples per draw. Aborted rollouts and
-    failed environments are not scored. `step` and `max_steps` are those of `for_scorer`."""
+    failed environments are not scored."""
     samples_by_group = [
         samples_of(draw, group, tokenizer) for draw, group in zip(draws, groups, strict=True)
     ]

@@ -39,8 +39,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
 
 
 def read(path: Path) -> tuple[list[Event], int]:
-    """Return the events of a file, and its length in bytes without a torn last line. ValueError
-    names another invalid line."""
+    """Return the events of a file, and its length in bytes without a torn last line. ValueError for
+    another invalid line."""
     *lines, text_after_last_newline = read_file(path).split(b"\n")
     events: list[Event] = []
     valid_length = 0
@@ -114,9 +114,8 @@ class Journal:
             os.fsync(self._file)
 
     def go_on(self, step: int, open_ids: Sequence[str], again: bool = False) -> None:
-        """Resume after batch `step` (0: from the beginning) with these open groups, and undo what
-        came after that batch. `again` discards all earlier events. ValueError when the file has no
-        such batch."""
+        """Resume after batch `step` (0: from the beginning) with these open groups. `again`
+        discards all earlier events. ValueError when the file has no such batch."""
         if self.step is None or again:
             self.write("begun", step=step, open=list(open_ids))
         elif step not in self.batches:

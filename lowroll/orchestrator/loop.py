@@ -397,8 +397,8 @@ class Orchestrator:
         self.rollout_buffer.rewind(ledger, set())
 
     def promote(self) -> dict[str, int]:
-        """Release the configured shares of the pools when a run resumes, chosen by a hash of the
-        seed, the draws and the prompt. Return the number of prompts by pool."""
+        """Release the configured shares of the pools when a run resumes, chosen by a hash. Return
+        the number of prompts by pool."""
         num_draws = self.ledger.draws
 
         def order(env: str, prompt_id: str) -> int:

@@ -78,9 +78,8 @@ class PromptSource:
         self._firsts = {name: Firsts() for name in self.envs}
 
     def draw(self, ledger: Ledger, count: int, temperature: float) -> list[PromptDraw]:
-        """Return the next `count` draws and advance `ledger`. Unwanted and too long prompts are
-        skipped and counted. NoSignal when the pools leave none, ValueError after MAX_PASSED_OVER
-        too long ones in a row."""
+        """Return the next `count` draws and advance `ledger`. NoSignal when the pools leave no
+        prompt, ValueError after MAX_PASSED_OVER too long ones in a row."""
         draws: list[PromptDraw] = []
         num_too_long = num_unwanted = 0  # since the last usable prompt
         limit = self.settings.max_prompt_tokens
@@ -224,8 +223,8 @@ class Firsts:
 
 
 def fingerprint(prompt: Prompt, keys: tuple[str, ...]) -> bytes:
-    """Return the SHA-256 of the values of a prompt's keys: `task`, `prompt` (its messages) or a key
-    of its info. ValueError for a missing key."""
+    """Return the SHA-256 of a prompt's keys: `task`, `prompt` (its messages) or a key of its info.
+    ValueError for a missing key."""
     values_by_key: dict[str, Any] = {**prompt.info, "task": prompt.env, "prompt": prompt.messages}
     for key in keys:
         if key not in values_by_key:

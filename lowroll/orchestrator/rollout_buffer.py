@@ -167,7 +167,7 @@ class RolloutBuffer:
 
     def recall(self, for_good: bool = False) -> int:
         """Abort everything in flight; return the number of groups, which stay open for `send`.
-        `for_good`: this engine returns nothing more, and its successor restarts its handles."""
+        `for_good`: this engine's successor restarts its handles."""
         in_flight = list(self._flights.values())
         for open_group in in_flight:
             self.abort(open_group)
@@ -176,8 +176,8 @@ class RolloutBuffer:
         return len(in_flight)
 
     def retract(self, version: int) -> int:
-        """Draw again what is in flight or has tokens of later versions, after the learner went back
-        to `version`. Return the number of groups."""
+        """Draw again what is in flight or newer than `version`, to which the learner went back.
+        Return the number of groups."""
         count = self.recall()
         for open_group in self._known.values():
             if open_group.scored is None:
@@ -201,7 +201,7 @@ class RolloutBuffer:
 
     def abort_stale(self, version: int) -> list[OpenGroup]:
         """Record the engines' new version. Abort and return the groups in flight that are too old
-        for it: none if engines replay them, which draws them anew."""
+        for it: none if engines replay them."""
         is_update = self.version is not None and self.version != version
         self.version = version
         if not is_update or self.settings.partial == "replay":
@@ -225,8 +225,8 @@ class RolloutBuffer:
         return len(self._flights)
 
     def stats(self, step: int, chosen: Iterable[OpenGroup]) -> dict[str, float]:
-        """Return the groups in flight, and those of a batch (`chosen`) that were planned for an
-        earlier step, each with the mean length in tokens where there are any."""
+        """Return the number of groups in flight, and of a batch's groups (`chosen`) from earlier
+        steps, each with the mean length in tokens."""
         stats = {"rollout/in_flight_groups": float(self.in_flight)}
         lengths_so_far = [
             len(sample.token_ids)

@@ -14,7 +14,7 @@ STALE = "stale"
 
 
 def is_stale(group: ScoredGroup, version: int, settings: Settings) -> bool:
-    """Return whether a returned group has a token that is too old for the learner's version. Raises
+    """Return whether a returned group has a token that is too old for the learner's version.
     InvalidRollout for a token of a newer version."""
     oldest, newest = group.versions
     if newest > version:

@@ -55,11 +55,7 @@ def stream_stats(batch: PendingBatch) -> dict[str, float]:
 
 
 def reward_stats(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Return raw-score statistics. Fractions count groups with two scored samples or more.
-
-    `zero_std_fraction`: all scores of the group equal. `solved_all`, `solved_none`: every, no
-    sample reaches SOLVED.
-    """
+    """Return raw-score statistics. Fractions count groups with two scored samples or more."""
     samples = [sample for group in groups for sample in group.samples]
     rewards = [reward for group in groups for reward in group.scores()]
     unscored = [sample.score for sample in samples if isinstance(sample.score, ScoreError)]

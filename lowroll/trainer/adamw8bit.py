@@ -40,8 +40,8 @@ def make(
     sizes: Mapping[int, int],
 ) -> Any:
     """Return the library's optimizer with an attribute `moved`: the sum of the squared 2-norms of
-    all updates, without weight decay, since it was set to 0. `sizes` has the entries of the whole
-    parameter, by the id of the part that this rank holds."""
+    all updates, without weight decay, since it was set to 0. `sizes` has the whole parameter's
+    entries, by the id of this rank's part."""
 
     class Measured(find()):  # type: ignore[misc]
         moved = 0.0

@@ -83,8 +83,8 @@ class Critic:
 
     def judge(self, samples: Sequence[Sample], portions: Sequence[Sequence[int]]) -> CriticOutput:
         """Return values, advantages and returns, packed as an update so that equal weights give
-        bitwise equal values. ValueError for a sample without a reward or that the critic cannot
-        read; RunFailed for a non-finite value."""
+        bitwise equal values. ValueError for an unusable sample; RunFailed for a non-finite value.
+        """
         check(samples, self.body.spec.vocab_size, self.body.spec.max_position)
         values = self._run(samples, portions)
         indices = [i for portion in portions for i in portion]

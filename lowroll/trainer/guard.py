@@ -114,8 +114,8 @@ class Guard:
         self.stage: list[float] | None = None
 
     def look(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
-        """Update the alarms, act if needed, and return the `guard/*` metrics and messages. An alarm
-        is reported at the first step of a streak and when the streak reaches `patience`."""
+        """Update the alarms, act if needed, and return the `guard/*` metrics and messages. Alarms
+        are reported when a streak begins and when it reaches `patience`."""
         stage = [metrics.get(name, 0.0) for name in STAGE]
         if self.stage not in (None, stage):
             self._forget()
@@ -254,7 +254,7 @@ def rescale(
 ) -> dict[str, Any]:
     """Return a copy of the objective's options with every bound, or those of `names`, nearer to its
     neutral value (power < 1). A clip range eps, or a bound of a k2 or k3 rejection, becomes eps *
-    power; a bound on a ratio becomes bound ** power. None stays."""
+    power; a bound on a ratio becomes bound ** power."""
     changed = dict(options)
     for name in names or options:
         value = options[name]

@@ -69,8 +69,8 @@ class Optimizer:
     """An optimizer of named parameters. `backward()` accumulates gradients, `update()` applies
     them.
 
-    `matrices` has the rows of each stacked matrix that Muon may train (`muon.hidden_matrices`). All
-    `ranks` call `update` together.
+    `matrices` has the rows of each stacked matrix that Muon may train. All `ranks` call `update`
+    together.
     """
 
     def __init__(
@@ -306,8 +306,7 @@ class Optimizer:
         }
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Return this rank's live moments and float32 masters, and the counters. The leading rank
-        has those of whole parameters."""
+        """Return this rank's live moments and float32 masters, and the counters."""
         tensors = {}
         for name, master in self.masters.items():
             if not self.keeps(name):

@@ -139,8 +139,7 @@ def balance(
     lengths: Sequence[int], costs: Sequence[float], capacity: int, parts: int
 ) -> list[MicroBatch]:
     """Pack sequences into micro-batches of at most `capacity` tokens and about equal cost. A longer
-    sequence has its own. With enough sequences, their number is a multiple of `parts`, the least
-    one with which all fit."""
+    sequence has its own. Their number is a multiple of `parts`, if there are enough sequences."""
     num_bins = len(first_fit(lengths, capacity))
     while True:
         num_bins = min(len(lengths), -(-num_bins // parts) * parts)
@@ -203,8 +202,8 @@ def pack(
 ) -> list[list[int]]:
     """Pack each portion of samples by itself, and return all micro-batches as sample indices.
 
-    parts: the number of ranks. With several, the number of a portion's micro-batches is a multiple
-    of its share of the ranks, which is by cost. costs: by sample, read with several ranks only.
+    parts: the number of ranks. The number of a portion's micro-batches is a multiple of its share
+    of the ranks, which is by cost. costs: by sample, read with several ranks only.
     """
     portions = list(portions)
     total = sum(costs[i] for portion in portions for i in portion) if parts > 1 else 0.0
@@ -266,10 +265,8 @@ class MicrobatchSchedule:
 
 
 def split_groups(groups: Sequence[int], parts: int) -> list[list[int]]:
-    """Split sample indices into at most `parts` minibatches of whole groups, in order.
-
-    `groups[i]` is the group of sample i. Sizes differ by at most one group.
-    """
+    """Split sample indices into at most `parts` minibatches of whole groups, in order. `groups[i]`
+    is the group of sample i. Sizes differ by at most one group."""
     samples_by_group: dict[int, list[int]] = {}
     for i, group in enumerate(groups):
         samples_by_group.setdefault(group, []).append(i)
