@@ -53,8 +53,7 @@ def _last_hash_line(text: str) -> tuple[int, str] | None:
 
 
 def boxed_answer(text: str, joined: bool = True) -> str | None:
-    r"""Return the content of the last outer `\boxed{...}` or `\boxed x`; None without one or with
-    unclosed braces.
+    r"""Return the content of the last outer `\boxed{...}` or `\boxed x`, or None.
 
     A preceding minus sign belongs to it; with `joined`, so do boxes joined by "and", "or" or a
     comma.
@@ -136,7 +135,7 @@ def same_number(gold: str, answer: str) -> bool | None:
 
 
 class Unjudged(Exception):
-    """An answer that cannot be parsed or evaluated within the limits; it is wrong."""
+    """An answer that cannot be parsed or evaluated within the limits."""
 
 
 def equal(gold: str, answer: str, ordered: bool = False) -> bool:
@@ -144,7 +143,7 @@ def equal(gold: str, answer: str, ordered: bool = False) -> bool:
     `ordered` the order of a list without brackets counts.
 
     Units and text around a formula are ignored, and 50\% is both 50 and 0.5. Raises Unjudged when
-    the answer is at fault; another exception is the gold answer's or this program's fault.
+    the answer is at fault, other exceptions when the gold answer is.
     """
     gold, answer = gold.strip(), answer.strip()
     if gold == answer:

@@ -44,8 +44,7 @@ def assistant_turns(prompt: Prompt, messages: list[Message]) -> list[Message]:
 
 
 def judge(env: Environment, prompt: Prompt, said: str | list[Message]) -> Score:
-    """Score a response or a conversation. InvalidScore for a wrong return value; the scorer's
-    exceptions pass."""
+    """Score a response or a conversation. InvalidScore for a wrong return value."""
     score = (
         env.score(prompt, said) if isinstance(said, str) else env.score_conversation(prompt, said)
     )
@@ -78,7 +77,7 @@ class Environment(ABC):
     together = False  # `score_together` scores all responses to a prompt
     # a worker sets it, to learn what a slow scorer is doing
     tell: Callable[[str], object] = staticmethod(lambda doing: None)
-    max_turns = 1  # of the assistant; with 1 `respond` is never called
+    max_turns = 1  # with 1 `respond` is never called
     # of a conversation with its prompt; None: the run's limit
     max_sequence_tokens: int | None = None
     tools: Sequence[dict[str, Any]] = ()
@@ -106,7 +105,7 @@ class Environment(ABC):
         """Return new messages (user, tool or system) after the assistant's, or None when done; may
         be async.
 
-        It must be pure: a turn may be requested again, in another process. Exceptions become a
+        It must be pure, as a turn may be requested again in another process. Exceptions become a
         ScoreError.
         """
         return None
@@ -124,8 +123,7 @@ class Environment(ABC):
 
     @abstractmethod
     def gold(self, prompt: Prompt) -> str:
-        """Return a response with a reward of 1, also the SFT demonstration, or raise
-        NotImplementedError."""
+        """Return a response with a reward of 1, or raise NotImplementedError."""
 
     @abstractmethod
     def perturbed(self, prompt: Prompt) -> str:
@@ -157,8 +155,8 @@ class Environment(ABC):
         return Prompt(id=f"{split}/{index}", env=self.name, messages=messages, info=info)
 
     def validate(self, count: int = 64, split: str = "train") -> Validation:
-        """Score the gold and the perturbed response of the first `count` tasks of a split, without
-        time limits. A scorer that raises counts as a failure."""
+        """Score the gold and the perturbed response of the first `count` tasks. A scorer that
+        raises counts as a failure."""
         size = self.size(split)
         count = count if size is None else min(count, size)
         accepted = missing = rejected = 0

@@ -42,8 +42,8 @@ class CellReference:
 
 
 def replaced(tree: Any, write: Callable[[Any], str]) -> Any:
-    """Return settings with `write(value)` in the place of Environment classes, functions, and rows
-    at their keys. An environment gets its class's name, unless the settings give one."""
+    """Return settings with `write(value)` in the place of Environment classes, functions and rows.
+    An environment gets its class's name, unless the settings give one."""
     if isinstance(tree, Mapping):
         values = {}
         for key in tree:
@@ -79,8 +79,8 @@ def _is_environment(value: object) -> bool:
 
 
 def named(value: Any, folder: Path) -> CellReference:
-    """Return the id of a class or function, or the path of rows, with its file in `folder`, named
-    by a digest. ValueError for a value, or something it uses, without text or name."""
+    """Return the id of a class or function, or the path of rows, with its file in `folder`.
+    ValueError for a value, or something it uses, without text or name."""
     if not callable(value):
         return _rows_reference(value, folder)
     if isinstance(value, type | types.FunctionType | types.MethodType | types.BuiltinFunctionType):

@@ -56,7 +56,7 @@ def equal(gold: str, answer: str) -> bool:
     """Return whether two formulas are equal.
 
     A gold answer too large to evaluate equals only its own spelling; one that cannot be parsed
-    equals nothing. The parser's errors for an answer pass; Costly for one too large.
+    equals nothing. The parser's errors for an answer pass.
     """
     fold = _can_ignore_case(gold, answer)
     gold_tree = _gold_tree(gold, fold)
@@ -75,9 +75,9 @@ def equal(gold: str, answer: str) -> bool:
 
 
 def proportion(gold: Sequence[str], answer: Sequence[str]) -> float | None:
-    r"""Return the sign of the constant factor between two equations or inequalities, or None
-    without one: 1.0 for `2x = 4` and `x = 2`. Each is given by its sides, (left, right). An
-    equation of numbers alone, `12 = 2^2 \cdot 3`, must be spelled alike."""
+    r"""Return the sign of the constant factor between two equations or inequalities, given by their
+    sides, or None: 1.0 for `2x = 4` and `x = 2`. An equation of numbers alone must be spelled
+    alike."""
     fold = _can_ignore_case(" ".join(gold), " ".join(answer))
     gold_trees = [_gold_tree(side, fold) for side in gold]
     if not all(isinstance(tree, sympy.Expr) for tree in gold_trees):
@@ -157,8 +157,7 @@ def _is_unfinished(tree: Any) -> bool:
 
 
 def exact(tree: Any) -> Fraction | None:
-    """Return the exact value of a tree of rational numbers, with sums, products, integer powers and
-    factorials; None for any other tree."""
+    """Return the exact value of a tree of rational numbers; None for any other tree."""
     if isinstance(tree, sympy.Rational):
         return Fraction(int(tree.p), int(tree.q))
     if isinstance(tree, sympy.Float):
@@ -202,11 +201,7 @@ def _canonical_order(tree: Any) -> Any:
 
 
 def compare(a: Any, b: Any) -> bool | None:
-    """Return whether two trees are equal; None when numbers cannot decide.
-
-    Matrices are compared by their entries, rational numbers exactly, and other expressions by their
-    values at the points of `_value_pairs`.
-    """
+    """Return whether two trees are equal; None when numbers cannot decide."""
     if isinstance(a, sympy.MatrixBase) and isinstance(b, sympy.MatrixBase):
         if a.shape != b.shape:
             return False
@@ -255,8 +250,8 @@ def begins(text: str, number: str) -> bool:
 
 
 def rounds_to(text: str, tree: Any, cut: bool = False) -> bool:
-    """Return whether a decimal of at least ROUNDED significant digits is the rounding of a number
-    without finite decimals. `cut`: rounding towards zero counts too."""
+    """Return whether a decimal of at least ROUNDED significant digits rounds a number without
+    finite decimals. `cut`: rounding towards zero counts too."""
     significant_digits = text.replace(".", "").lstrip("-0")
     if DECIMAL.fullmatch(text) is None or len(significant_digits) < ROUNDED:
         return False

@@ -57,8 +57,7 @@ class Form:
 
 
 def pieces(text: str, separator: re.Pattern[str]) -> tuple[list[str], list[str]]:
-    """Cut a text at separators outside of all brackets into pieces and separators; unmatched
-    brackets prevent cuts."""
+    """Cut a text at separators outside of all brackets; return the pieces and the separators."""
     parts = []
     separators = []
     start = 0
@@ -79,8 +78,7 @@ def pieces(text: str, separator: re.Pattern[str]) -> tuple[list[str], list[str]]
 
 
 def wrapped(text: str) -> tuple[str, str] | None:
-    """Return (brackets, inside) of a text in one pair of brackets, ("()", "1,2") for `(1,2)`, or
-    None."""
+    """Return (brackets, inside) of a text in one pair of brackets, or None."""
     opening = TOKEN.match(text)
     if opening is None:
         return None
@@ -101,7 +99,7 @@ def form(text: str) -> Form:
     """Return the form of a tidy text.
 
     The outermost structure counts: a pair of brackets, then an implication, a union, a list, a
-    relation. A text without any is a leaf.
+    relation.
     """
     text = text.strip()
     if (pair := wrapped(text)) is not None:
@@ -223,10 +221,8 @@ def _interval_form(sides: list[str], operators: list[str]) -> Form | None:
 
 
 def matches(gold: str, answer: str, ordered: bool = False) -> bool:
-    """Return whether two texts state the same answer. `ordered`: the order of a list counts.
-
-    The answer to a multiple choice, `(B) 12`, may be the letter or the text.
-    """
+    """Return whether two texts state the same answer. `ordered`: the order of a list counts. The
+    answer to a multiple choice, `(B) 12`, may be the letter or the text."""
     gold = tidy(gold)
     answer = tidy(answer)
     if squeezed(gold) == squeezed(answer):
@@ -346,8 +342,8 @@ def _ascending(relation: Form) -> Form:
 
 
 def same_leaf(gold: str, answer: str) -> bool:
-    """Return whether two leaves are equal as times, words, numerals, numbers or expressions, by the
-    first of these kinds that applies."""
+    """Return whether two leaves are equal, by the first kind that applies: times, words, numerals,
+    numbers, expressions."""
     if squeezed(gold) == squeezed(answer):
         return True
     if DOTS in gold or DOTS in answer:

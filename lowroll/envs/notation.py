@@ -299,7 +299,7 @@ def repeating(text: str) -> str:
 
 
 def scaled(text: str) -> tuple[str, int]:
-    """Return a quantity and the power of ten of a percent sign or a word such as million."""
+    """Return a quantity and the power of ten of its percent sign or word, such as million."""
     if text.endswith("%"):
         return text[:-1].strip(), -2
     if (match := SCALE.search(text)) is not None:
@@ -308,8 +308,7 @@ def scaled(text: str) -> tuple[str, int]:
 
 
 def without_unit(text: str) -> tuple[str, str]:
-    r"""Return (quantity, powers) of `3\text{ cm}^2`, `10 dollars`, `90^\circ`: units are ignored,
-    their powers are not."""
+    r"""Return (quantity, powers) of `3\text{ cm}^2`, `10 dollars`, `90^\circ`, without units."""
     unit = UNIT.search(text) if not SCALE.search(text) else None
     number = text[: unit.start()].strip() if unit is not None else ""
     if unit is None or not number or OPERATOR.search(number):
@@ -364,8 +363,8 @@ def numeral(text: str) -> tuple[str, str] | None:
 
 
 def words(text: str, beside_words: bool = False) -> str | None:
-    r"""Normalise words such as `\text{East}` and `no solution`; None for a possible formula, as a
-    short unlabelled text is. `beside_words`: shorter texts are words too."""
+    r"""Normalise words such as `\text{East}` and `no solution`; None for a possible formula.
+    `beside_words`: shorter texts are words too."""
     label = re.fullmatch(r"\\text\{([^{}]*)\}", text)
     content = label[1] if label else text
     letters = r"[A-Za-z]{2}" if label or beside_words else r"[A-Za-z]{4}"

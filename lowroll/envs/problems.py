@@ -133,8 +133,8 @@ def ends_in(solution: str, answer: str, hashes: bool) -> bool:
 
 
 def judged(prompt: Prompt, text: str, hashes: bool) -> Score:
-    """Return 1 when the final answers are equal, else 0. `info["beside"]` is a response whose
-    answer replaces the gold one."""
+    """Return 1 when the final answers are equal, else 0. `info["beside"]` is a response that
+    replaces the gold answer."""
     answer = _stated_answer(text, hashes)
     other_response = prompt.info.get("beside")
     if other_response is None:
@@ -171,8 +171,8 @@ def problem_of(row: dict[str, Any], where: str) -> Problem | None:
 
 
 def read_answer(row: dict[str, Any], key: str, where: str) -> tuple[str, str]:
-    """Return the gold answer in a row's field, those of a list joined, and the worked solution; ""
-    where there is none. ValueError names the place of another value."""
+    """Return a row's gold answer and worked solution; "" where there is none. ValueError for
+    another value."""
     values = row[key] if isinstance(row[key], list) else [row[key]]
     texts = [as_text(value, where) for value in values]
     whole = ", ".join(texts)

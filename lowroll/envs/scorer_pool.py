@@ -126,8 +126,7 @@ class _Worker:
         return self.ready and not self.held and not self.read() and not self.ended
 
     def hand(self, chunk: dict[int, bytes], time_limit: float) -> None:
-        """Queue items, JSON objects by their index in the job, for writing. time_limit: seconds for
-        the first."""
+        """Queue items, JSON objects by index, for writing. time_limit: seconds for the first."""
         lines = []
         for index, encoded in chunk.items():
             reply_id = secrets.token_hex(8)
@@ -155,8 +154,7 @@ class _Worker:
         return lines
 
     def kill(self) -> str:
-        """Kill the worker and its processes; return how it ended and its last output, "" the second
-        time."""
+        """Kill the worker and its processes; return how it ended, "" the second time."""
         if self.killed:
             return ""
         self.killed = True

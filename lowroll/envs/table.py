@@ -51,8 +51,8 @@ def make(
     """Build an environment and load its data. `name` (default: the id) distinguishes uses of one
     id.
 
-    ValueError names an unknown id or argument with the nearest known one, a missing file, a bad
-    row, or a missing optional package.
+    ValueError for an unknown id or argument, a missing file, a bad row, or a missing optional
+    package.
     """
     file, _ = split_file(id)
     if file is not None:

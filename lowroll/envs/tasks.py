@@ -13,7 +13,7 @@ from lowroll.types import Prompt
 
 def prompt_at(env: Environment, index: int, split: str = "train") -> Prompt:
     """Return a task. ValueError names the environment, and file and line or the task, when its code
-    raises or its prompt is not valid chat messages and JSON data."""
+    raises or its prompt is invalid."""
     with blamed(f"env {env.name!r}: prompt({index}, {split!r})", own_file(type(env))):
         prompt = env.prompt(index, split)
     if not isinstance(prompt, Prompt):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 @contextmanager
 def limited(seconds: float, error: type[BaseException], of_cpu: bool = False) -> Iterator[None]:
     """Raise `error` in the main thread after so many seconds, or each time that so many of CPU time
-    have passed; never in other threads. A long operation of C code is not interrupted."""
+    have passed. A long operation of C code is not interrupted."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

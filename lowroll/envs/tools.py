@@ -33,8 +33,8 @@ class ToolTimeout(BaseException):
 
 
 class Toolbox:
-    """Functions by name. call_seconds: a call's limit; most_output: characters of an answer.
-    ValueError for a non-function or a duplicate name."""
+    """Functions by name, with limits of a call's time and of an answer's characters. ValueError for
+    a non-function or a duplicate name."""
 
     def __init__(
         self,

@@ -1,12 +1,12 @@
 """The learner's state for a bitwise resume, as named tensors and JSON.
 
-    tensors["model"]         every trainable parameter by name (LoRA: the adapter alone)
-    tensors["optimizer"]     AdamW's moments, Muon's momentum, and float32 masters
-    tensors["critic"], tensors["critic_optimizer"], state["critic"]   the same of PPO's critic
-    state["optimizer"]       training steps, updates applied, updates refused in a row
-    state["version"]         policy version of the weights
-    state["last_step"]       the last batch consumed: an older one is refused
-    state["uaq_scale"]       the scale that the weights carry (`model.scaling`): they are never scaled twice
+tensors["model"]         every trainable parameter by name (LoRA: the adapter alone)
+tensors["optimizer"]     AdamW's moments, Muon's momentum, and float32 masters
+tensors["critic"], tensors["critic_optimizer"], state["critic"]   the same of PPO's critic
+state["optimizer"]       training steps, updates applied, updates refused in a row
+state["version"]         policy version of the weights
+state["last_step"]       the last batch consumed: an older one is refused
+state["uaq_scale"]       the scale that the weights carry (`model.scaling`): they are never scaled twice
 """
 
 from __future__ import annotations

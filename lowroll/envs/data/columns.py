@@ -47,7 +47,7 @@ class Columns:
     completion: str | None = None
 
     def task(self, row: Mapping[str, Any], where: str) -> DataTask:
-        """Parse a row. ValueError names the place, the wrong column and the present ones."""
+        """Parse a row. ValueError names the place and the wrong column."""
         prompt_name, prompt_value = _find_column(row, self.prompt, PROMPTS, where, "prompt")
         if prompt_name is None:
             if null := [key for key in PROMPTS if key in row]:
@@ -167,8 +167,7 @@ ODD = object()
 
 
 def plain(value: Any) -> Any:
-    """Return JSON data, null for non-finite numbers, and ODD for anything else, such as an
-    image."""
+    """Return JSON data, null for non-finite numbers, and ODD for anything else."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if value is None or isinstance(value, (str, int, float)):

@@ -53,8 +53,7 @@ UNKNOWN_HERE["environments"] = "TRL's environments are not passed here"
 
 @dataclass(frozen=True)
 class Response:
-    """A function's `rollout` argument. `columns` is the row with `answer`; `messages` follow the
-    prompt."""
+    """A function's `rollout` argument. `messages` follow the prompt."""
 
     text: str
     prompt: str | list[Message]
@@ -298,8 +297,8 @@ class RewardFunction:
 
 
 async def gathered(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Return the results of concurrent calls. All end before the first error is raised, so none
-    overlaps the next responses."""
+    """Return the results of concurrent calls. All end before the first error is raised, so that
+    none overlaps the next responses."""
     import asyncio  # imported only to wait
 
     results = await asyncio.gather(*calls, return_exceptions=True)
@@ -314,8 +313,7 @@ def rewards_of(
     asked: PromptResponses,
     tell: Callable[[str], object],
 ) -> list[list[float | None]]:
-    """Return each function's rewards. Async ones are awaited together at the end, as in TRL; `tell`
-    gets the names of running functions."""
+    """Return each function's rewards. Async ones are awaited together at the end, as in TRL."""
     rewards_by_name: dict[str, list[float | None]] = {}
     async_functions = [f for f in functions if isinstance(f, RewardFunction) and f.is_async]
     for function in functions:

@@ -32,8 +32,8 @@ class Case:
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """Resource limits of a program. `seconds`, `memory_mb` (address space) and `files` are per
-    process, the others for all together."""
+    """Resource limits of a program. `seconds`, `memory_mb` and `files` are per process, the others
+    for all together."""
 
     seconds: float = 4.0  # CPU time per case
     wall_seconds: float = 6.0

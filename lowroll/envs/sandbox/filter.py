@@ -58,11 +58,8 @@ MACHINES = {"x86_64": (0xC000003E, X86_64), "aarch64": (0xC00000B7, AARCH64)}
 
 
 def program() -> bytes | None:
-    """Return the filter, an array of `struct sock_filter`; None for an unknown architecture.
-
-    It first refuses other calling conventions, whose numbers mean other calls. `yes` and `no` are
-    the lines that a jump skips.
-    """
+    """Return the filter, an array of `struct sock_filter`; None for an unknown architecture. It
+    refuses other calling conventions, whose numbers mean other calls."""
     if platform.machine() not in MACHINES:
         return None
     architecture, calls = MACHINES[platform.machine()]

@@ -260,7 +260,7 @@ class CaseWatch:
 
 def end_all(pid: int) -> tuple[int, float]:
     """Kill and reap every other process; return status and CPU seconds of `pid`. RuntimeError
-    outside of a namespace, where that would end all of the user's processes."""
+    outside of a namespace."""
     if os.getpid() != 1:
         raise RuntimeError("only process 1 of a namespace may kill all others in it")
     result = (0, 0.0)
@@ -278,8 +278,7 @@ def end_all(pid: int) -> tuple[int, float]:
 
 
 def run_case(request: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
-    """Run a case in a child process and return its reply. A function's arguments are passed by the
-    fork, a program's input by a file in memory."""
+    """Run a case in a child process and return its reply."""
     stdin = os.memfd_create("stdin")
     if case["fn_name"] is None:
         with os.fdopen(os.dup(stdin), "wb") as file:

@@ -144,8 +144,8 @@ def give_up_power(was_root: bool) -> None:
 def main() -> int:
     """Start the child in new namespaces, write its user maps, and return its exit status.
 
-    The child sends a byte when it has entered its user namespace, whose maps only a process outside
-    may write, and continues when a byte comes back.
+    Only a process outside may write the maps: the child sends a byte when it has entered its user
+    namespace, and waits for one.
     """
     plan = json.loads(sys.argv[1])
     user, group = os.geteuid(), os.getegid()

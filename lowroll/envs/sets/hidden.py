@@ -38,8 +38,8 @@ def cases(column: str) -> list[dict[str, Any]]:
 def pickled_text(data: bytes) -> str:
     """Return the text of a pickle of protocol 2 to 5; ValueError for one that holds more.
 
-    A pickle is a sequence of opcodes of one byte, each followed by its argument; a text's argument
-    is its size in bytes, little-endian, and the bytes.
+    An opcode has one byte, followed by its argument; a text's argument is its size in bytes,
+    little-endian, and the bytes.
     """
     offset, text = 0, None
     while offset < len(data):

@@ -21,10 +21,8 @@ MOST_TASKS = 1_000_000
 
 class Verifiers(Environment):
     """The installed environment `env_id`; further arguments are its own, with `env_args` for names
-    that lowroll uses (`max_turns`, `seed`). `max_turns`: null for the environment's bound, or 8.
-    `eval_args`: other arguments of the test split; without them or a test set, a quarter of the
-    tasks is held out.
-    """
+    that lowroll uses. `max_turns`: null for the environment's bound, or 8. `eval_args`: other
+    arguments of the test split; without them or a test set, a quarter of the tasks is held out."""
 
     def __init__(
         self,

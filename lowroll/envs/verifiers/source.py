@@ -11,8 +11,8 @@ from lowroll.types import Message, Score
 
 
 class TurnPending(BaseException):
-    """The loop's request for a turn not drawn yet, with the messages before it. A BaseException, so
-    that no environment handles it."""
+    """The loop's request for a new turn, with the messages before it. A BaseException, so that no
+    environment handles it."""
 
     def __init__(self, messages: list[Message]) -> None:
         super().__init__("a turn that is not drawn yet")
@@ -39,8 +39,7 @@ class VerifiersSource(ABC):
         """Return a text that identifies a task in every process."""
 
     async def play(self, task: Any, turns: list[Message]) -> list[Message] | None:
-        """Return the environment's messages after these turns (without turns: the prompt); None
-        when done."""
+        """Return the environment's messages after these turns; None when done."""
         try:
             await self._run(task, turns, scored=False)
         except TurnPending as asked:
