@@ -3,8 +3,8 @@
     delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1},   G_t = A_t + V_t
 
 V_t is the critic's value of the state before token t; after the last token V = A = 0. A masked
-token (such as a tool's answer) is no step: the next token's A and V pass over it. The returns G,
-the critic's targets, are taken before `whiten`.
+token (such as a tool's answer) is no step, and is skipped. The critic's targets G are taken before
+`whiten`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def gae(
     lam: float = 1.0,
 ) -> tuple[list[float], list[float]]:
     """Return (advantages, returns) of one response, one entry per token, 0.0 where the mask is 0.
-    ValueError for lengths that differ, a non-finite entry, or gamma or lam outside of [0, 1]."""
+    ValueError for invalid entries or factors."""
     if mask is None:
         mask = [1] * len(rewards)
     for name, entries in (("values", values), ("mask", mask)):
@@ -59,8 +59,7 @@ def place(reward: float, mask: Mask) -> list[float]:
 
 def whiten(advantages: Sequence[Sequence[float]], masks: Sequence[Mask]) -> list[list[float]]:
     """Return (A - mean) / sqrt(var + 1e-8) over the unmasked tokens of all responses, var with ddof
-    1; 0.0 under the mask, and for one token or equal advantages. ValueError for lengths that differ
-    or a non-finite entry."""
+    1; 0.0 under the mask, and for one token or equal advantages. ValueError for invalid entries."""
     if [len(response) for response in advantages] != [len(mask) for mask in masks]:
         raise ValueError("masks: their lengths differ from those of the advantages")
     unmasked = [

@@ -9,9 +9,9 @@
 Rules for all of them but `gae`:
 1. A reward of None (a failed score) is left out, and its rollout gets 0.0.
 2. Equal rewards give exactly 0.0.
-3. A single rollout (G = 1) gets A = r, with mean 0 and std 1 (verl's convention). A larger group
-   with only one scored reward gets 0.0.
-4. Every other reward counts, also of a rollout that is masked or filtered later.
+3. A single rollout (G = 1) gets A = r (verl's convention). A larger group with only one scored
+   reward gets 0.0.
+4. The reward of a rollout that is masked or filtered later counts.
 """
 
 from __future__ import annotations

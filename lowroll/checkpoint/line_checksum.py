@@ -41,7 +41,7 @@ def unseal_lines(data: bytes) -> bytes:
     """Return the content of a file whose lines are all sealed with their numbers, or all not.
     ValueError names the first damaged line."""
     contents: list[bytes] = []
-    are_sealed: bool | None = None  # decided by the first line that is not empty
+    are_sealed: bool | None = None
     for number, line in enumerate(data.split(b"\n"), 1):
         if not line:
             contents.append(line)

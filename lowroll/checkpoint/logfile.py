@@ -34,7 +34,7 @@ def last_error(log: Path, since: int = 0) -> str:
 
 
 class Warnings:
-    """Warnings and errors in the logs `<name>_<attempt>.log`: the first of each kind, the text
+    """New warnings and errors in the logs `<name>_<attempt>.log`: the first of each kind, the text
     without numbers."""
 
     def __init__(self, folder: Path, *names: str) -> None:
@@ -44,7 +44,7 @@ class Warnings:
         self._kinds: set[str] = set()
 
     def new(self) -> list[str]:
-        """Return the lines since the last call, without those present at the start."""
+        """Return the lines since the last call."""
         new_lines: list[str] = []
         for path in self._logs():
             offset = self._read.get(path, 0)

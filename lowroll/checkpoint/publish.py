@@ -5,7 +5,7 @@
 A dead process leaves the finished folder, or a `.tmp-lowroll-*` that no reader opens and the next
 writer removes, since its flock is free. The fsyncs order the data before the name, against power
 loss (Pillai et al., OSDI 2014). The manifest has size and SHA-256 of every file, because neither
-safetensors nor the file system notices a flipped bit or a zeroed tail.
+safetensors nor the file system notices a flipped bit.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def _lock_new_sibling(dest: Path) -> tuple[Path, int]:
             if tmp.exists():  # else it was removed before it was locked
                 return tmp, descriptor
         except BlockingIOError:
-            pass  # another writer has locked it and is about to remove it
+            pass  # another writer is about to remove it
         os.close(descriptor)
     raise RuntimeError(f"{dest.parent}: could not keep a temporary folder, other writers remove it")
 

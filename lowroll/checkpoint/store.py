@@ -3,9 +3,8 @@
 Processes that hold shards write `<name>.1of2.safetensors` and so on into the same folder. A
 tensor's rows are its parts' in order, so any number of processes can read them.
 
-A checkpoint exists whole or not at all (`publish`). An empty store raises: a run never restarts
-from scratch by accident. A checkpoint is removed only after a newer one was synced, read back and
-verified.
+An empty store raises: a run never restarts from scratch by accident. A checkpoint is removed only
+after a newer one was synced, read back and verified.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class Checkpoint:
     step: int
     tensors: dict[str, dict[str, Any]]
     state: dict[str, Any]
-    meta: dict[str, Any]  # the writer's facts: versions, hashes, attempt
+    meta: dict[str, Any]  # of the writer: versions, hashes, attempt
     path: Path
 
 

@@ -1,4 +1,4 @@
-"""Limits on the size of an answer, checked before evaluation.
+"""Limits on the size of an answer.
 
 `refuse_text` checks what the parser itself evaluates; `refuse_tree` bounds the numbers of the
 unevaluated tree.
@@ -35,7 +35,7 @@ class AnswerTimeout(BaseException):
 
 
 def refuse_text(text: str) -> None:
-    """Raise Costly for a text that is nested too deep, or whose parsing is too expensive."""
+    """Raise Costly for a text that is nested too deep, or too expensive to parse."""
     depth = 0
     for sign in text:
         depth += (sign in "([{") - (sign in ")]}")
@@ -71,7 +71,7 @@ def _is_large(argument: str) -> bool:
 
 
 def refuse_tree(tree: object, unfinished: bool = False) -> None:
-    """Raise Costly for a too large number or (unless `unfinished`) a sum, an integral or a
+    """Raise Costly for a too large number or, unless `unfinished`, a sum, an integral or a
     limit."""
     if isinstance(tree, sympy.MatrixBase):
         for entry in tree:

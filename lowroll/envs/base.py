@@ -38,7 +38,7 @@ def split_of(text: str) -> str:
 
 
 def assistant_turns(prompt: Prompt, messages: list[Message]) -> list[Message]:
-    """Return the assistant's messages of a conversation, without those of the prompt."""
+    """Return the assistant's messages after the prompt."""
     later_messages = messages[len(prompt.messages) :]
     return [message for message in later_messages if message["role"] == "assistant"]
 
@@ -69,7 +69,7 @@ class Validation:
 
 
 class Environment(ABC):
-    """The base class of environments. Subclasses take keywords of their own, and validate them."""
+    """An environment. Subclasses take keywords of their own, and validate them."""
 
     exact = False  # no partial rewards, so a perturbed answer must score 0
     # the score of a response that exceeds the time limit; None: an error
@@ -145,7 +145,7 @@ class Environment(ABC):
             raise ValueError(f"env {self.name!r}: index must be >= 0, got {index}")
 
     def rng(self, split: str, index: int, draw: int = 0) -> Random:
-        """Return the generator of one draw of a task. ValueError as `check_task`."""
+        """Return the generator of one draw of a task."""
         self.check_task(index, split)
         return Random(f"{type(self).__name__}/{self.seed}/{split}/{index}/{draw}")
 
@@ -197,7 +197,6 @@ class GeneratedEnvironment(Environment):
         """Draw a task: its text, and the JSON data for the scorer."""
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Return task number `index` of a split. ValueError when the split has no tasks."""
         for draw in range(MAX_DRAWS):
             text, info = self.task(self.rng(split, index, draw))
             if split_of(text) == split:

@@ -1,8 +1,8 @@
 """Files for classes, functions and rows that a notebook or script puts into its settings.
 
 Scoring workers are fresh processes without pickle, so the text of a class or function is written to
-a file with the functions, classes, imports and plain constants that it uses. Values without text
-(an open client, a tensor, a lambda) are refused by name. Rows become JSON lines.
+a file with the functions, classes, imports and plain constants that it uses. Values without text,
+such as an open client, are refused. Rows become JSON lines.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _definition_reference(value: Any, folder: Path) -> CellReference:
 
 
 def as_file(value: type[Environment] | types.FunctionType, folder: Path) -> tuple[Path, str | None]:
-    """Return (file, None) for an importable class or function, else a file in `folder` and its
+    """Return (file, None) for an importable class or function, else a new file in `folder` and its
     text."""
     if value.__module__ != MAIN:
         return Path(inspect.getfile(value)).resolve(), None

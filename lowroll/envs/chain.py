@@ -1,7 +1,7 @@
 """chain: carry a running sum through many rounds of a table that the prompt gives once.
 
 A task is a table of amounts, a start, a modulus and a number of rounds, such as `a=3 b=7 from 5 mod
-10, 2 rounds`. The gold response writes the sum after each amount and ends with the last sum:
+10, 2 rounds`. The gold response writes the sum after each amount:
 
     1: a8 b5
     2: a8 b5

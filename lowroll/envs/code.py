@@ -108,7 +108,6 @@ class Code(Environment):
         return f"```python\n{self._solution(prompt)}\n```"
 
     def perturbed(self, prompt: Prompt) -> str:
-        """Return the solution with a changed output or result."""
         name = prompt.info["tests"][0][2]
         solution = self._solution(prompt)
         owner = "Solution." if "class Solution" in solution else ""

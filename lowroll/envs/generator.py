@@ -4,9 +4,6 @@ An item's number is (split, draw, index): block `index // BLOCK` of the list see
 draw, block). Some items depend on Python's hash seed: a child process with a fixed one makes them,
 unless this process is such a child (a scoring worker).
 
-`curriculum_level` is a level of reasoning-gym's own curriculum, without those whose options are
-refused.
-
 Some scorers evaluate the response as Python or sympy source: answers outside a small language
 (`LANGUAGES`) are wrong, and are not evaluated.
 """
@@ -32,7 +29,7 @@ from lowroll.envs import child
 from lowroll.types import nearest
 
 LEVEL = "curriculum_level"
-BLOCK = 256  # items of a list, which some generators prepare at construction
+BLOCK = 256  # items of a list
 CHILD_LIMIT = 60.0  # seconds
 KILL_LIMIT = 5.0  # seconds for the kernel to reap a killed child
 
@@ -66,8 +63,7 @@ DEMANDS: dict[str, Callable[[str, dict[str, Any]], bool]] = {
 
 
 def levels(name: str, options: dict[str, Any]) -> int:
-    """Return the levels of a generator's curriculum (a composite: of its longest part). ValueError
-    without one."""
+    """Return the levels of a generator's curriculum. ValueError without one."""
     if sys.flags.hash_randomization:
         return int(server.ask(name, options, 0, "levels"))
     return _num_levels(name, options)

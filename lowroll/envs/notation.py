@@ -247,7 +247,7 @@ def tidy(text: str) -> str:
 
 
 def squeezed(text: str) -> str:
-    """Remove spaces, labels and braces of single signs; equal results are equal answers."""
+    """Remove spaces, labels and braces of single signs. Equal results are equal answers."""
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
     return re.sub(r"(?<!\\)\{(\w)\}", r"\1", text)

@@ -36,7 +36,7 @@ ANSWERING = (
 
 
 class InvalidScore(ValueError):
-    """An error for a returned value that is not a score."""
+    """A returned value that is not a score."""
 
 
 class Inapplicable(InvalidScore):
@@ -54,7 +54,7 @@ class ScorerFailed(Exception):
 
 
 class InvalidReply(InvalidScore):
-    """An error for a reply that is not a list of messages."""
+    """A reply that is not a list of messages."""
 
 
 def awaited(value: Any) -> Any:

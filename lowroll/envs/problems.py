@@ -44,8 +44,8 @@ class Problem:
 
 
 class FinalAnswer(Environment):
-    """A reward of 1 when the final answer equals the gold answer, else 0. Metrics: `has_answer`,
-    and `unjudged` for a wrong answer that could not be evaluated."""
+    """A reward of 1 when the final answer equals the gold answer, else 0. Metric `unjudged`: a
+    wrong answer that could not be evaluated."""
 
     exact = True
     overtaxed = Score(0.0, {"has_answer": 1.0, "unjudged": 1.0})
@@ -106,7 +106,6 @@ class Problems(FinalAnswer):
         return len(self.rows[split])
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Return a problem; each train epoch has a fresh order."""
         self.check_task(index, split)
         row_index = self.rows.at(split, index)
         problem = self.rows[split][row_index]
@@ -208,7 +207,7 @@ def perturb(answer: str) -> str:
 
 
 def as_text(value: Any, where: str) -> str:
-    """Return an answer field (string, number or list of such) as text."""
+    """Return an answer field as text."""
     if isinstance(value, list):
         return ", ".join(as_text(item, where) for item in value)
     if isinstance(value, float) and value.is_integer():

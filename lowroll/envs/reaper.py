@@ -1,8 +1,7 @@
 """The reaper of a scoring worker: a process between pool and worker that runs no scorer code.
 
-As a subreaper (Linux) it adopts a scorer's leftover processes, even a double fork in its own
-session, and ends them when the worker ends, on the pool's SIGTERM, or when the pool's process dies.
-It exits with the worker's status or signal.
+As a subreaper (Linux) it adopts a scorer's leftover processes, and ends them when the worker ends,
+on the pool's SIGTERM, or when the pool's process dies. It exits with the worker's status or signal.
 """
 
 from __future__ import annotations

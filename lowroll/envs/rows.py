@@ -1,8 +1,8 @@
 """Train and test rows of a data set (`lowroll.envs.data.rows`), read on demand.
 
 The train split is endless, with a seeded permutation each epoch; the test split is in file order.
-Without test rows of its own, a share `held_out` of the train rows is chosen by digests, so that
-equal rows are on the same side.
+Without test rows, a share `held_out` of the train rows is chosen by digests, so that equal rows are
+on the same side.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class SplitRows(Generic[T]):
-    """Train and test rows converted by `convert(row, where)`; None skips a row. `more`: fields of
-    both sources."""
+    """Train and test rows converted by `convert(row, where)`, which skips a row by None."""
 
     def __init__(
         self,

@@ -7,14 +7,13 @@ A failed item gets an error, not a reward of 0, unless the environment scores ti
     exception     the scorer raised                                    goes on
     invalid       it returned no number, or one that is not finite     goes on
     inapplicable  no reward function applies to it                     goes on
-    timeout       it took longer than `time_limit` seconds             is killed and replaced
+    timeout       it took longer than `time_limit` seconds             is replaced
     memory        it went over `memory_limit_mb` of address space      is replaced
     crash         the process ended under it                           is replaced
 
-Responses scored together (`Environment.together`) are one item with their summed limit. Workers
-reply item by item, which restarts the clock. They see only `machine.KEEP_ENV` and the passed
-variables, whose values are masked in their output. A scorer's processes end with its worker
-(`reaper`).
+Responses scored together (`Environment.together`) are one item with their summed limit. Workers see
+only `machine.KEEP_ENV` and the passed variables, whose values are masked in their output. A
+scorer's processes end with its worker (`reaper`).
 
 A reply must have its item's random id; any other line, as from a scorer that writes to all
 descriptors, ends the worker.
@@ -95,7 +94,6 @@ class _Job:
         self.results[index] = [self.items[index].named(result) for result in results]
 
     def take_back(self, held: deque[_HeldItem]) -> None:
-        """Requeue unscored items at the front."""
         self.pending.extendleft(item.index for item in reversed(held))
         held.clear()
 
@@ -126,7 +124,6 @@ class _Worker:
         return self.ready and not self.held and not self.read() and not self.ended
 
     def hand(self, chunk: dict[int, bytes], time_limit: float) -> None:
-        """Queue items, JSON objects by index, for writing. time_limit: seconds for the first."""
         lines = []
         for index, encoded in chunk.items():
             reply_id = secrets.token_hex(8)
@@ -262,7 +259,7 @@ class ScorerPool:
     def respond(
         self, items: Sequence[tuple[Prompt, list[Message]]]
     ) -> list[list[Message] | None | ScoreError]:
-        """Return the environments' replies to (prompt, messages), in order; None: done."""
+        """Return the environments' replies in order; None: done."""
         encoded = [
             _Item(prompt, self._encode(prompt, "respond", messages)) for prompt, messages in items
         ]
@@ -410,7 +407,7 @@ class ScorerPool:
         )
 
     def _give_up(self, worker: _Worker, job: _Job) -> None:
-        """Kill an ended or late worker: its current item fails, the others are requeued."""
+        """Kill an ended or late worker. Only its current item fails."""
         is_late = not worker.ended
         ending = worker.kill()
         if not worker.ready:

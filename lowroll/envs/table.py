@@ -1,8 +1,8 @@
 """The table of environments by id.
 
 An id is one of the table, "reasoning-gym/<generator>", "verifiers/<name>", "set/<name>", or
-"path/to/file.py" ("path/to/file.py:Class"), a user's own subclass of Environment. Naming a file
-runs its code, here and in the scoring workers, so `make` announces it.
+"path/to/file.py" ("path/to/file.py:Class"), a user's own subclass of Environment. A file's code
+runs here and in the scoring workers, so `make` announces it.
 """
 
 from __future__ import annotations

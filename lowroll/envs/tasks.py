@@ -31,7 +31,7 @@ def prompt_at(env: Environment, index: int, split: str = "train") -> Prompt:
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{where}: info must be JSON data: {error}") from None
     sent = json.loads(json.dumps(prompt.info))
-    # JSON makes a list of a tuple, and text of a key that is none
+    # JSON makes a list of a tuple, and text of other keys
     if changed := [
         key for key, value in prompt.info.items() if key not in sent or sent[key] != value
     ]:

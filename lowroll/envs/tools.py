@@ -1,8 +1,7 @@
 """Python functions as a model's tools (docs/tools.md).
 
-Schemas come from signatures, type hints and docstrings. Every failure is an answer to the model.
-Functions run in scoring workers under their limits, and should be deterministic, as turns may
-repeat.
+Every failure is an answer to the model. Functions run in scoring workers under their limits, and
+should be deterministic, as turns may repeat.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ class ToolTimeout(BaseException):
 
 
 class Toolbox:
-    """Functions by name, with limits of a call's time and of an answer's characters. ValueError for
-    a non-function or a duplicate name."""
+    """Functions by name, with limits of a call. ValueError for a non-function or a
+    duplicate name."""
 
     def __init__(
         self,
@@ -182,11 +181,9 @@ class ToolEnvironment(Environment):
         return self.toolbox.schemas
 
     def respond(self, prompt: Prompt, messages: list[Message]) -> list[Message] | None:
-        """Return the results of the last turn's calls; None without any."""
         return self.toolbox.answer(messages[-1]) or None
 
     def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Outcome:
-        """Score the last turn's text, with counts of calls as metrics."""
         outcome = self.score(prompt, messages[-1]["content"])
         if inspect.isawaitable(outcome):
             return _later_with_counts(outcome, messages)

@@ -8,8 +8,8 @@
           {"id", "doing"} may precede it, for a timeout's message
 
 Replies use a private file descriptor, so a scorer may print. Only the pool and this loop know the
-id. A forked copy of this process ends here. The worker dies with its parent: the kernel signals its
-reaper (`reaper`, Linux), or its input ends.
+id. The worker dies with its parent: the kernel signals its reaper (`reaper`, Linux), or its input
+ends.
 """
 
 from __future__ import annotations

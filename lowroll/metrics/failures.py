@@ -29,7 +29,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Failure:
-    """An example that some engine did not always solve. `info` is its scorer's data."""
+    """An example that some engine did not always solve."""
 
     id: str
     messages: Sequence[dict[str, Any]]

@@ -141,7 +141,7 @@ class LiveView:
             self._console.print("  ".join(words), markup=False, highlight=False, soft_wrap=True)
 
     def show(self, record: Mapping[str, Any]) -> str:
-        """Show a finished step, and return its line for the log."""
+        """Show a finished step, and return its line."""
         self.step(record)
         return self.line()
 
@@ -252,7 +252,7 @@ class LiveView:
 
 
 def held_out_words(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return a step's evaluations by environment. One after the step replaces the one before it."""
+    """Return a step's evaluations by environment."""
     decoding = drawn_at(record.get("eval/temperature"))
     words: dict[str, str] = {}
     for wanted_suffix, when in (("_before", "before step"), (None, "step")):

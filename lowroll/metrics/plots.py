@@ -21,7 +21,7 @@ Record = dict[str, Any]
 _INK = "#0a0b0c"  # replaced by currentColor
 _COLOURS = ("#3b7dd8", "#e07b39", "#2f9e73", "#c04f8a", "#8a6fd1", "#b08d1e", "#5aa7b8", "#9a9a9a")
 _SMOOTH_FROM = 40  # steps from which the plain curve fades behind its running mean
-_SAME_HEIGHT = 0.01  # share of the axis below which two curves look the same
+_SAME_HEIGHT = 0.01  # share of the axis
 _WIDTH_INCHES = 4.6  # inches, so that 9-point text is readable on a phone
 _EVAL_METRIC = re.compile(r"eval/(.+)/(reward|sampled_reward)")
 
@@ -46,7 +46,7 @@ class Plot:
     unit: str = ""
     right_unit: str = ""
     log: bool = False
-    floor: float = 0.0  # of a log axis; smaller values are rounding noise
+    floor: float = 0.0  # of a log axis
     stacked: bool = False
     bottom: float | None = 0.0  # lower end of the axis; None: automatic
     only_with: str = ""  # a required metric
@@ -303,8 +303,8 @@ def length_plot(records: Sequence[Record]) -> Plot:
 
 
 def series(records: Sequence[Record], metric: str) -> tuple[list[float], list[float]]:
-    """Return steps and values of `metric` where recorded. A measurement before a step belongs to
-    the previous step."""
+    """Return steps and values of `metric`. A measurement before a step belongs to the previous
+    step."""
     pairs = [
         (record["step"] - is_before, record[name])
         for name, is_before in ((f"{metric}_before", True), (metric, False))

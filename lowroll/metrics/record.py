@@ -2,8 +2,8 @@
 "9cf16ae5"}`.
 
 A line is on disk when `write` returns. Readers drop a torn last line; a resumed run cuts the file
-to its checkpoint's step. Non-finite numbers become null. `crc` is the line's checksum (older files
-have none). A damaged or missing record becomes `{"step": 12, "record/lost": 1.0}`.
+to its checkpoint's step. Non-finite numbers become null. Older files have no checksum `crc`. A
+damaged or missing record becomes `{"step": 12, "record/lost": 1.0}`.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def add_evaluation(folder: Path, step: int, metrics: Mapping[str, float]) -> Non
 
 
 def read_evaluations(folder: Path) -> dict[int, Record]:
-    """Return an orchestrator's evaluations by step, the last of each, without damaged lines."""
+    """Return an orchestrator's evaluations by step, without damaged lines."""
     evaluations: dict[int, Record] = {}
     path = Path(folder) / EVALUATIONS_FILE
     if not path.is_file():
@@ -178,8 +178,7 @@ def write_about(folder: Path, about: Mapping[str, str]) -> Record:
 
 
 def computed_otherwise(folder: Path, about: Mapping[str, str]) -> list[str]:
-    """List differences from `about.json` that may change results' last bits; nothing if it is
-    unreadable."""
+    """List differences from `about.json` that may change results' last bits."""
     try:
         recorded = json.loads(read_file(Path(folder) / ABOUT_FILE))
         current = {"device": about["device"], **_versions_and_machine()}

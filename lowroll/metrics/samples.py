@@ -13,14 +13,14 @@ from lowroll.metrics.page import escape, gold_answer, transcript
 
 Record = dict[str, Any]
 STEPS = 5
-A_STEP = 8  # scored samples a step
-ERRORS = 2  # samples a step with a failed score
+A_STEP = 8  # a step
+ERRORS = 2  # a step, with a failed score
 _MAX_TEXT_LENGTH = 8000  # characters of a text
 _SUMMARY_LENGTH = 160  # characters
 
 
 def sample_section(run_dir: Path, notes: list[str]) -> str:
-    """Return the section, or ""; what is missing or unreadable is added to `notes`."""
+    """Return the section; what is missing or unreadable is added to `notes`."""
     files = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
     if not files:
         notes.append("no sample rollouts: rollouts/ is absent or empty")

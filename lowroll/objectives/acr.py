@@ -6,8 +6,7 @@ w = exp(proximal - behavior) and r are constants of the gradient. TIS clips at r
 relative to the capped weights, which cuts the sampler's least likely tokens first; dividing by r
 restores 1 + eps_high. Only tokens with A > 0 and w > C differ from TIS.
 
-The paper gives no C. Eq. 9's min(proximal / truncated behaviour, C) is at most C, so the bound is
-raised where proximal / behavior > C.
+The paper gives no C. Eq. 9's condition is read as proximal / behavior > C.
 """
 
 from __future__ import annotations

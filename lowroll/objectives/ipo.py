@@ -8,9 +8,9 @@ the gradient:
     unsigned (IPO, Surogate)    keep_t = 0 where |d_t| > width
     signed (DPPO, prime-rl)     keep_t = 0 where A > 0 and d_t > width, or A <= 0 and d_t < -width
 
-d ignores large ratios of rare tokens, whose probability hardly changes. The quadratic term also
-applies to masked tokens. Masked tokens stay in the denominators. Published with width 0.2 unsigned
-and 0.1 signed, a cap of e^2 and the token mean over the whole batch; the name is Surogate's.
+d ignores large ratios of rare tokens, whose probability hardly changes. Masked tokens keep the
+quadratic term and stay in the denominators. Published with width 0.2 unsigned and 0.1 signed, a cap
+of e^2 and the token mean over the whole batch; the name is Surogate's.
 
 N: tokens.
 """

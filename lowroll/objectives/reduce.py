@@ -8,10 +8,9 @@ sequences:
     constant              sum m x / (S * max_length)                 Dr. GRPO, arXiv 2503.20783
     seq-mean-token-sum    1/S sum m x                                REINFORCE over whole sequences
 
-With the `Denominators` of the whole batch, micro-batches sum to the batch's value and gradient,
-provided that no sequence is split. Fully masked sequences contribute 0 and stay in S: the number of
-rows, or the largest segment id + 1. (verl drops them, so that a rejected rollout reweights its
-neighbours.)
+With the `Denominators` of the whole batch, micro-batches of whole sequences sum to the batch's
+value and gradient. Fully masked sequences stay in S, the number of rows or the largest segment id +
+1. (verl drops them, so that a rejected rollout reweights its neighbours.)
 
 N: tokens, B: rows, T: padded length, S: sequences.
 """

@@ -1,14 +1,9 @@
 """Statistics of rejections, when the sampler's cache drops or rounds what the learner sees.
 
-With w = exp(l - b) of learner and behavior log-probs, Sparse-RL's xi:
-
-    weight_mean             mean(w)
-    vetoed_fraction         share of tokens with w < veto
-    rejected_length_ratio   mean length of the responses that are rejected as a whole, over the mean of all
-    rejected_reward_gap     their mean reward minus the mean of all
-
-A cache drops more of a long response, so rejections bias training to shorter ones. The last two are
-absent without rejections. Lengths count unmasked tokens. All values are float64 and detached.
+`metrics.names` defines them. w = exp(l - b) of learner and behavior log-probs is Sparse-RL's xi. A
+cache drops more of a long response, so rejections bias training to shorter ones. Length ratio and
+reward gap are absent without rejections. Lengths count unmasked tokens. All values are float64 and
+detached.
 
 N: tokens, S: sequences.
 """

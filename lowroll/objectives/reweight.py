@@ -1,5 +1,5 @@
-"""The correction `reweight`: weights and rejections for the sampler's mismatch, freely combined
-(verl's rollout correction). `sparse` shares `judge` and `correct`.
+"""The correction `reweight`: weights and rejections for the sampler's mismatch (verl's rollout
+correction).
 
 With w_t = exp(proximal - behavior), a constant of the gradient, and s_t the clipped surrogate of
 PPO, J_t = keep_t v_t s_t:
@@ -20,8 +20,8 @@ PPO, J_t = keep_t v_t s_t:
     bypass    the sampler is the proximal policy: s_t clips exp(learner - behavior), v_t = 1, and rejections use the
               learner's mismatch. Without rejections this is `is`.
 
-Unlike in verl, rejected tokens stay in every denominator (see `reduce`). For verl's token-mean,
-pass `counts` of `CorrectionWeights.kept_N`.
+Unlike in verl, rejected tokens stay in every denominator. For verl's token-mean, pass `counts` of
+`CorrectionWeights.kept_N`.
 
 N: tokens, S: sequences.
 """

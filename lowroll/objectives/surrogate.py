@@ -2,8 +2,8 @@
 
 Log-probs of one token under three policies give
 
-    R   = exp(learner - proximal)     how far the learner moved since the parameters that made the rollouts
-    w   = exp(proximal - behavior)    how far the sampler (quantized, sparse) is from those parameters; detached
+    R   = exp(learner - proximal)     the learner's change since the rollouts' parameters
+    w   = exp(proximal - behavior)    the sampler's distance from those parameters; detached
     rho = exp(learner - behavior)     = R w
 
 and the clipped surrogate of PPO (arXiv 1707.06347 eq. 7) with separate bounds (clip-higher of DAPO,

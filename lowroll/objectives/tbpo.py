@@ -6,13 +6,11 @@
     A > 0    J = w min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)        no gradient above 1 + eps_high
     A < 0    J = w clip(r, 1 - eps_low, 1 + eps_negative) A              no gradient on either side of the band
 
-A low-bit sampler's garbled tokens are mostly in negative responses, where their ratio explodes and
-PPO has no upper bound. A response outside of the band has no gradient and stays in the mean. The
-token form is GSPO's.
+A low-bit sampler's garbled tokens are mostly in negative responses, where PPO has no upper bound. A
+response outside of the band has no gradient and stays in the mean. The token form is GSPO's.
 
-Bounds follow the paper's text and appendix B: .0003 and .0004, negative ones .0003 and .0007, cap
-2. Both lower bounds are one option, as that of a positive response never acts. "Exceeds the bounds"
-is read as the ratio r.
+Bounds follow the paper's appendix B. Both lower bounds are one option, as that of a positive
+response never acts. "Exceeds the bounds" is read as the ratio r.
 
 N: tokens, S: sequences.
 """

@@ -1,16 +1,15 @@
 """Conversations of several turns as requests to an engine.
 
     turn 0      the request as it is: n samples of one prompt
-    turn i      for each sample a request "<id>/<sample>/<i>": the prompt, all earlier tokens, and
-                those of the environment's new messages
+    turn i      for each sample a request of its own, "<id>/<sample>/<i>": the prompt, all tokens so
+                far and those of the environment's new messages
 
-A `Dialogue` returns as one group, whose rollouts hold all their turns; other requests pass through.
-Earlier turns are never re-encoded. A turn's noise depends only on the request's seed and id, the
-sample and the turn.
+A `Dialogue` returns as one group, whose rollouts hold all their turns. Earlier turns are never
+re-encoded. A turn's noise depends only on the request's seed and id, the sample and the turn.
 
-A conversation ends as "done" (the environment says so), "turns" (the limit of turns), "length" (a
-turn was cut at max_tokens), "tokens" (the sequence has no space for another turn, or cuts one
-short), "error" (the environment failed, which becomes the sample's ScoreError) or "abort".
+A conversation ends as "done" (the environment says so), "turns" (their limit), "length" (a turn was
+cut at max_tokens), "tokens" (the sequence is full), "error" (the environment failed, which becomes
+the sample's ScoreError) or "abort".
 """
 
 from __future__ import annotations
@@ -97,8 +96,7 @@ class ConversationState:
         return f"env {self.dialogue.prompt.env!r}, {self.dialogue.prompt.id}"
 
     def take(self, rollout: Rollout, message: Message) -> None:
-        """Append a drawn turn (`message`: its text and calls), and end the conversation after the
-        last."""
+        """Append a drawn turn, and end the conversation after the last."""
         start, request = len(self.token_ids), self.dialogue
         turn_limit = request.room(self.length)
         self.token_ids += rollout.token_ids

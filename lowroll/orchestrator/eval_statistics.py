@@ -21,7 +21,7 @@ LEVEL = 0.95
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the chance that one of k responses, taken from n with c solved, is solved."""
+    """Return the unbiased pass@k of n responses, of which c are solved."""
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(
             f"pass_at_k: expected 0 <= c <= n and 1 <= k <= n, got n={n}, c={c}, k={k}"

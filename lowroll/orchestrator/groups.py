@@ -1,7 +1,7 @@
 """From an engine's answer to samples with advantages: check, decode, score, shape, credit.
 
 Unscored and aborted samples are left out of their group's statistics, with advantage 0 and an
-all-zero loss mask. All advantages are 0 in a group with fewer than two scored samples.
+all-zero loss mask.
 """
 
 from __future__ import annotations

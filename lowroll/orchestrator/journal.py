@@ -10,7 +10,7 @@
     {"event": "begun", "step": 0, "open": [...]}                 nothing before this counts
 
 Each line has a checksum seeded with its number. The file is synced before a batch is sent. A torn
-last line is removed when the file is reopened; other damage is an error.
+last line is removed; other damage is an error.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ raises changes nothing, and its retry makes the same requests with the same nois
 
 Dynamic sampling (DAPO, Section 3.2) replaces groups whose scores are all equal,
 `online_difficulty_filtering` those of mean reward 0 or 1. After `max_rounds` the step continues
-with the groups that it has; `no_signal` decides when there is none.
+with the groups that it has.
 """
 
 from __future__ import annotations

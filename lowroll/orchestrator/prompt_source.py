@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # consecutive too long prompts, after which the limit counts as wrong
 MAX_PASSED_OVER = 1000
-PASSES = 10  # over all data without a usable prompt, before it counts as exhausted
+PASSES = 10  # passes over all data
 
 
 def seed_of(*parts: str | int) -> int:

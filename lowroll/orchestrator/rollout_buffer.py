@@ -3,12 +3,12 @@
 `Settings.num_open` groups are kept open. A batch takes returned groups in planned order as soon as
 there are enough; a dropped group is replaced.
 
-    level 0, partial none       the surplus is aborted and dropped ("oversampled") when the batch is full
+    level 0, partial none       the surplus is aborted and dropped when the batch is full
     level 0, keep or replay     it continues after the update
     level k >= 1                it continues, and newer weights are loaded while it runs
 
-With an oversampling_factor of 1 batch n has only tokens of versions >= n - 1 - k. Taking what ends
-first prefers short responses (docs/asynchrony.md).
+With an oversampling_factor of 1 batch n has only tokens of versions >= n - 1 - k
+(docs/asynchrony.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The settings of a step; `runs.assembly` makes them from the configuration, which checks them."""
+"""The settings of a step, which the configuration has checked."""
 
 from __future__ import annotations
 
@@ -91,7 +91,6 @@ class Settings:
 
     @property
     def num_open(self) -> int:
-        """The number of groups in flight, or returned and waiting for a batch."""
         return math.ceil(self.oversampling_factor * self.num_groups)
 
     @property

@@ -2,10 +2,9 @@
 
     V_t = w . h_t + b          h_t the last hidden state before token y_t is drawn
 
-With a response's reward on its last token, `advantages.gae` makes token advantages and returns
-(arXiv 1506.02438 eq. 16). Advantages are whitened over the masked tokens of the whole batch, and
-the critic descends `objectives.value_loss` on the returns in the policy's minibatches. All of them
-use the values from before the batch.
+With a response's reward on its last token, `advantages.gae` makes token advantages and returns from
+the values before the batch. Advantages are whitened over the masked tokens of the whole batch, and
+the critic descends `objectives.value_loss` on the returns in the policy's minibatches.
 
 The body learns in full, even if the policy learns an adapter, at a constant rate. The head begins
 at zero, so that with gamma = lam = 1 and no whitening the first step is REINFORCE (verl draws a

@@ -1,17 +1,11 @@
-"""Alarms on a step's mismatch, and the actions that follow.
+"""Alarms on a step's mismatch, and the actions that follow (docs/usage.md#the-guard).
 
-    ess         mismatch/ess below a bound
-    kl          moving average of mismatch/kl_k3 above `kl_growth` times its first steps, and above `kl_floor`;
-                or above `kl_above`, in the first steps too
-    rejected    correction/rejected_fraction or rejected_sequence_fraction above a bound
-    ratio       mismatch/weight_max above a bound
-    nonfinite   one of these is not finite, or an update was skipped for that
+    kl            moving average of mismatch/kl_k3 above `kl_growth` times its first steps, and above `kl_floor`;
+                  or above `kl_above`
+    rejected      correction/rejected_fraction or rejected_sequence_fraction above a bound
+    nonfinite     a watched metric is not finite, or an update was skipped for that
 
-The average is m <- m + (x - m) / 10. After `patience` alarmed steps in a row:
-
-    warn        reports the alarm only
-    tighten     every bound b of the objective becomes b^p around its neutral value; thrice at most
-    fallback    the rollouts get their format's `Format.fallback`, until dense
+The average is m <- m + (x - m) / 10. After `patience` alarmed steps in a row the action follows.
 
 Under a budget (`rollout.weights: {max_kl:...}`) a KL alarm first has the formats chosen again; if
 the choice is the same, the action follows, and the next choice waits twice as long.
@@ -30,7 +24,7 @@ from lowroll.quant.table import OWN
 
 BASELINE = 5  # steps
 HORIZON = 10  # steps
-MAX_TIGHTENED = 3  # more would prevent learning
+MAX_TIGHTENED = 3
 TIGHTENING = 0.5  # the power p
 ALARMS = ("ess", "kl", "rejected", "ratio", "nonfinite")
 TOO_FAR = (

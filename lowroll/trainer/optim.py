@@ -55,7 +55,7 @@ DECAYS = {  # share of the way from full to minimal rate that remains at progres
 
 def learning_rate(settings: OptimSettings, step: int) -> float:
     """Return the rate of training step `step`, counted from 0: a linear warm-up, then the decay to
-    min_lr_ratio at total_steps. A resume needs no state."""
+    min_lr_ratio at total_steps."""
     full_rate = settings.learning_rate
     warmup_steps = settings.warmup_steps
     if step < warmup_steps:
@@ -152,7 +152,7 @@ class Optimizer:
         optim/update_norm and optim/skipped.
 
         When the norm is not finite, or with `refuse` (a non-finite loss), no update is applied and
-        the refusal is counted. A missing gradient counts as 0.
+        the refusal is counted.
         """
         gradients = self._gradients()
         norm = torch.linalg.vector_norm(self._norms(gradients))

@@ -58,7 +58,7 @@ class PackedBatch:
 
     @cached_property
     def index_N(self) -> Tensor:
-        """int64 into T."""
+        """int64, into T."""
         return self._put(
             _ranges(torch.tensor(self.lengths).cumsum(0) - self._responses, self._responses)
         )

@@ -1,7 +1,7 @@
-"""A checkpoint that all ranks write together, each its share, into one folder.
+"""A checkpoint that all ranks write together, each its share, into one folder that appears whole.
 
-    lead(ranks, lambda share: store.save(..., share=share))      the rank that leads
-    follow(ranks, tensors)                                       the others, at the same time
+    lead(ranks, lambda share: store.save(..., share=share))        the leading rank
+    follow(ranks, tensors)                                         the others, at the same time
 
 Any rank's full disk fails the save on the leading rank, which may retry, and which alone publishes
 and verifies. Several machines need a shared file system.

@@ -10,13 +10,12 @@ policy that the rollouts recorded, and the frozen reference; all at the sampling
 1. Denominators are the counts of M, so micro-batches add up exactly. All sequences of M count,
    masked or not.
 2. With one minibatch the proximal policy is the learner, detached. With more, or with weights
-   divided by their mean over the batch, a pass without gradient records its log-probs first, packed
-   as the updates, because a product with another number of rows rounds differently. So R = 1 bit
-   for bit until the weights change.
+   divided by their mean over the batch, a pass without gradient records its log-probs first. It is
+   packed as the updates, because a product with another number of rows rounds differently. So R = 1
+   bit for bit until the weights change.
 3. A sequence with advantage 0 runs forward only, unless a KL term needs its gradient.
 4. With `replay_kv` the learner alone attends to what each sample's cache held (`model.replay`).
 5. The KL term omits tokens that the objective rejects; denominators count them.
-6. Statistics are computed on the host while the device computes the gradient.
 
 T: tokens fed, N: response tokens.
 """

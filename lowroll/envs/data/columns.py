@@ -29,8 +29,7 @@ COMPLETIONS = ("completion", "response", "messages")
 
 @dataclass(frozen=True)
 class DataTask:
-    """A parsed row: the prompt without a demonstration, the answer, and all columns as JSON
-    data."""
+    """A parsed row. The prompt has no demonstration; all columns are JSON data."""
 
     prompt: str | list[Message]
     answer: Any = None

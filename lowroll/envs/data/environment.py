@@ -93,8 +93,8 @@ class Data(Environment):
         return size
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Return a row's prompt. `info` has what the reward functions take of the row (`columns`)
-        and of the rollouts (`takes`), and the gold answer if that alone is scored."""
+        """Return a row's prompt. `info` has the columns and the rollouts' data (`takes`) that the
+        reward functions take, and the gold answer if that alone is scored."""
         self.check_task(index, split)
         row_index = self.rows.at(split, index)
         task = self.rows[split][row_index]

@@ -26,7 +26,7 @@ TEST_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
 
 @dataclass(frozen=True)
 class DataSource:
-    """A split of a data set; a file is one split under any name."""
+    """A split of a data set. A file is one split."""
 
     path: str
     split: str = "train"

@@ -37,7 +37,7 @@ class SandboxLimits:
 
     seconds: float = 4.0  # CPU time per case
     wall_seconds: float = 6.0
-    total_seconds: float = 8.0  # for all cases; later ones are timeouts
+    total_seconds: float = 8.0  # later cases are timeouts
     memory_mb: int = 512
     processes: int = 8  # with threads and the program itself
     files: int = 64
@@ -53,8 +53,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class Result:
-    """A case's result. `seconds`: wall-clock time. `message`: the end of standard error, or the
-    fault."""
+    """A case's result. `message`: the end of standard error, or the fault."""
 
     status: Status
     seconds: float = 0.0
@@ -79,8 +78,7 @@ class CaseResults:
 
 
 def is_right(case: Case, output: str, value: Any = None) -> bool:
-    """Return whether a program's output, or a function's result as JSON data, is the
-    expected one."""
+    """Return whether a program's output, or a function's result, is the expected one."""
     if case.fn_name is None:
         return same_text(as_text(case.output), output)
     return same_value(case.output, value)

@@ -8,7 +8,7 @@
 No expected output is in the sandbox, so no verdict can be read or forged. The program runs in a
 child without these pipes and cannot lift its limits or filter. As process 1 of its namespace, this
 process cannot be signalled or traced from inside, and kills everything else after a case. It first
-checks its namespaces (`missing_walls`): outside, that kill would end all of the user's processes.
+checks its namespaces (`missing_walls`), as outside that kill would end all of the user's processes.
 Only the standard library is imported.
 """
 
@@ -202,7 +202,7 @@ def _end(code: int) -> None:
 
 
 class CaseWatch:
-    """A running case, whose output is collected until its end or a limit."""
+    """A running case and its output."""
 
     def __init__(self, pid: int, output: int, words: int, limits: dict[str, float]) -> None:
         self.pid, self.output, self.words = pid, output, words

@@ -38,7 +38,7 @@ USER = 1000  # of the program, inside the sandbox
 
 
 class SandboxMissing(ValueError):
-    """No isolation works on this machine. The message has the fix."""
+    """A machine on which no isolation works. The message has the fix."""
 
 
 def python() -> str:
@@ -101,7 +101,7 @@ def run_cases(
     limits: SandboxLimits = DEFAULT,
     stop_at_failure: bool = False,
 ) -> CaseResults:
-    """Run a program on its cases like `run_in`, with the working isolation."""
+    """Run a program like `run_in`, with the working isolation."""
     return run_in(found(), source, cases, limits, stop_at_failure)
 
 

@@ -119,7 +119,6 @@ class _Sandbox:
         self.deadline = time.monotonic() + START_LIMIT
 
     def ask(self, source: str, cases: Sequence[Case]) -> None:
-        """Wait until the sandbox is ready, and send it program, inputs and limits only."""
         if next(self.lines, None) != {"ready": True}:
             raise SandboxError(f"{self.name}: {self._how_it_ended()}")
         lines = filter.program()
@@ -144,7 +143,6 @@ class _Sandbox:
         self.end = time.monotonic() + self.limits.total_seconds
 
     def reply(self) -> dict[str, Any] | None:
-        """Return the next case's reply; None after the program's time."""
         self.deadline = min(time.monotonic() + self.limits.wall_seconds + SLACK, self.end)
         reply = next(self.lines, None)
         if reply is None and time.monotonic() < self.end:
@@ -152,7 +150,6 @@ class _Sandbox:
         return reply
 
     def close(self) -> None:
-        """Kill the sandbox with all its processes."""
         self.process.kill()
         self.process.wait(START_LIMIT)
         for pipe in (self.input, self.output, self.errors):

@@ -1,12 +1,4 @@
-"""Hidden tests in the shapes that data sets have, and the program in a response.
-
-TACO, APPS       input_output: {"inputs": [...], "outputs": [...], "fn_name": "add"}, or its JSON text
-LiveCodeBench    public_test_cases (and private ones, where they are read already): a list of
-                 {"input", "output", "testtype": "stdin" or "functional"}, or its JSON text;
-                 metadata.func_name
-open-r1          verification_info: {"test_cases": [{"input", "output", "type", "fn_name"}]}
-plain            tests: a list of {"input", "output", "fn_name"}
-"""
+"""Hidden tests in the shapes that data sets have (docs/code.md), and the program in a response."""
 
 from __future__ import annotations
 
@@ -42,7 +34,7 @@ def last_block(text: str) -> str | None:
 
 
 def cases_of(row: dict[str, Any], where: str) -> list[Case]:
-    """Return a row's hidden tests from all fields. ValueError names the place and the fault."""
+    """Return a row's hidden tests. ValueError names the place and the fault."""
     cases: list[Case] = []
     for field in (*FIELDS, "private_test_cases"):
         if row.get(field) is not None:

@@ -25,10 +25,9 @@ CHOICE = re.compile(
 
 
 class Choices(HeldOut):
-    """Multiple choice: reward 1 when the last `Answer: X` is right, else 0."""
+    """A set of multiple choice."""
 
     def convert(self, row: dict[str, Any], where: str) -> HeldOutTask | None:
-        """Return the question with its options; None without a right one."""
         question = text_of(row, self.row, "question", where)
         options, gold = (
             _shuffled_options(self, row, where)
@@ -65,7 +64,7 @@ class Choices(HeldOut):
 
 
 def choice(text: str, options: int) -> str | None:
-    """Return the letter of the last `Answer: X`; None without a valid one."""
+    """Return the letter of the last `Answer: X`, if it is valid."""
     letters = CHOICE.findall(bounded(text))
     return letters[-1] if letters and letters[-1] in LETTERS[:options] else None
 

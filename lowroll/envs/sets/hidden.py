@@ -20,8 +20,8 @@ _SKIPPED = {_PROTO: 1, _FRAME: 8, _MEMOIZE: 0, 0x71: 1, 0x72: 4}  # opcode: byte
 
 
 def cases(column: str) -> list[dict[str, Any]]:
-    """Return the test cases of a column, each with `input`, `output` and `testtype`. ValueError for
-    anything else."""
+    """Return the test cases of a column: `input`, `output` and `testtype`. ValueError for anything
+    else."""
     if len(column) > MAX_ENCODED:
         raise ValueError(f"{len(column)} characters of test cases, more than {MAX_ENCODED}")
     content = column.strip() or "[]"

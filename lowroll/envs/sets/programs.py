@@ -56,7 +56,6 @@ class Programs(HeldOut):
                     offset += len(line)
 
     def convert(self, row: dict[str, Any], where: str) -> HeldOutTask | None:
-        """Return the problem with instructions, without its cases."""
         question = text_of(row, self.row, "question", where)
         starter = row.get(column(row, self.row, "starter", where)) or ""
         column(row, self.row, "private", where)
@@ -64,7 +63,6 @@ class Programs(HeldOut):
         return HeldOutTask(f"{question}\n\n{instructions}", {"place": row[PLACE]})
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """Return 1 or 0, and the share of passed cases (`passed`)."""
         from lowroll.envs.sandbox import SandboxLimits, last_block, run_cases
 
         source = last_block(bounded(text))
@@ -77,11 +75,9 @@ class Programs(HeldOut):
         return Score(float(verdict.all_passed), {"has_answer": 1.0, "passed": verdict.share})
 
     def gold(self, prompt: Prompt) -> str:
-        """Raise NotImplementedError: the set has no solutions."""
         raise NotImplementedError
 
     def perturbed(self, prompt: Prompt) -> str:
-        """Raise NotImplementedError."""
         raise NotImplementedError
 
     def _cases(self, prompt: Prompt) -> list[Case]:

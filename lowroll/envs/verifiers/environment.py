@@ -81,12 +81,10 @@ class Verifiers(Environment):
         return Prompt(f"{split}/{index}", self.name, messages, info)
 
     async def respond(self, prompt: Prompt, messages: list[Message]) -> list[Message] | None:
-        """Return the loop's messages after the turns so far; None: it is done."""
         task, source = self._task(prompt)
         return await source.play(task, assistant_turns(prompt, messages))
 
     async def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Score:
-        """Return the environment's score of all turns, with counts of calls if it has tools."""
         task, source = self._task(prompt)
         score = await source.judge(task, assistant_turns(prompt, messages))
         return with_counts(score, messages) if source.has_tools else score
@@ -96,11 +94,9 @@ class Verifiers(Environment):
         return await self.score_conversation(prompt, [*prompt.messages, reply])
 
     def gold(self, prompt: Prompt) -> str:
-        """Raise NotImplementedError: verifiers stores no such response."""
         raise NotImplementedError("an environment of verifiers says no right response")
 
     def perturbed(self, prompt: Prompt) -> str:
-        """Raise NotImplementedError."""
         raise NotImplementedError("an environment of verifiers says no wrong response")
 
     def tasks(self, split: str) -> _Tasks:

@@ -68,14 +68,12 @@ class Tasksets(VerifiersSource):
         return self.box.schemas if self.box is not None else ()
 
     def tasks(self, split: str) -> tuple[Iterator[Any], bool]:
-        """Return all tasks: a taskset has no splits."""
         return iter(self.env.taskset), False
 
     def key(self, task: Any) -> str:
         return str(task.key)
 
     async def judge(self, task: Any, turns: list[Message]) -> Score:
-        """Score these turns; ValueError for a missing reward."""
         trace = await self._run(task, turns, scored=True)
         missing = [name for name, reward in trace.rewards.items() if reward is None]
         if missing or not trace.rewards:
@@ -118,7 +116,7 @@ def _resolve_config(env_id: str, args: dict[str, Any]) -> Any:
 
 
 class _ScriptedAgent:
-    """A scripted agent. ends: the script's end ends the exchange, as a limit would."""
+    """A scripted agent. ends: the script's end ends the exchange."""
 
     def __init__(self, turns: list[Message], box: _Box | None, ends: bool) -> None:
         self.turns, self.box, self.ends = iter(turns), box, ends
