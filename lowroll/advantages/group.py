@@ -52,10 +52,7 @@ def rloo(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float]:
 
 def length_weighted(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float]:
     """Return r - sum(r len) / sum(len). `lengths` are response lengths in tokens, one per reward.
-
-    ValueError when lengths are missing, of the wrong count, negative, or zero for every scored
-    rollout.
-    """
+    ValueError for missing or invalid lengths."""
     if lengths is None or len(lengths) != len(rewards):
         raise ValueError(
             f"lengths: one for each of the {len(rewards)} rewards is needed, got "

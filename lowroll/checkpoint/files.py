@@ -13,7 +13,7 @@ from pathlib import Path
 from lowroll.checkpoint.fault_injection import faultpoint
 
 _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-_MACHINE_ERRNOS = (  # errors of the machine: the same call can succeed later, or elsewhere
+_MACHINE_ERRNOS = (  # the same call can succeed later, or elsewhere
     *_DISK_FULL_ERRNOS,
     errno.EIO,
     errno.ESTALE,

@@ -43,8 +43,7 @@ def refuse_locked(folder: Path) -> None:
 
 class RunLock:
     """Exclusive ownership of a run folder, which is created. `attempt` counts the launches on it,
-    from
-    1. RunLockedError when another process owns it."""
+    from 1."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)

@@ -48,7 +48,7 @@ class DiskFullError(OSError):
 
 
 class NotSyncedError(OSError):
-    """A published folder whose sync to disk failed, so that a power loss could remove it."""
+    """A published folder that could not be synced to disk."""
 
 
 def publish_folder(dest: Path, write: Callable[[Path], None], meta: dict[str, Any]) -> Path:
@@ -56,8 +56,8 @@ def publish_folder(dest: Path, write: Callable[[Path], None], meta: dict[str, An
     JSON data for the manifest.
 
     FileExistsError for an existing `dest`, before anything is written. After another error the
-    partial folder is removed; a full disk becomes DiskFullError. NotSyncedError when only the last
-    sync failed.
+    partial folder is removed; a full disk becomes DiskFullError, another system error an OSError
+    with the path. NotSyncedError when only the last sync failed.
     """
     dest = Path(dest)
     _check_absent(dest)

@@ -122,8 +122,8 @@ class Store:
         """Publish checkpoint `step`, verify it from disk, then apply the retention rule.
 
         parts: the number of processes with shards; share(folder) makes the others `write_part`
-        theirs. ValueError for state that JSON would change (NaN, tuples, other keys than strings).
-        FileExistsError when `step` exists, NotSyncedError when it could not be read back.
+        theirs. ValueError for state that JSON would change, such as NaN or tuples. FileExistsError
+        when `step` exists, NotSyncedError when it could not be read back.
         """
         text = _encode_state(state)
 

@@ -139,8 +139,8 @@ class Unjudged(Exception):
 
 
 def equal(gold: str, answer: str, ordered: bool = False) -> bool:
-    r"""Return whether an extracted answer equals the gold answer, both LaTeX or plain text. With
-    `ordered` the order of a list without brackets counts.
+    r"""Return whether an extracted answer equals the gold answer. With `ordered` the order of a
+    list without brackets counts.
 
     Units and text around a formula are ignored, and 50\% is both 50 and 0.5. Raises Unjudged when
     the answer is at fault, other exceptions when the gold answer is.

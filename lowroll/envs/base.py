@@ -21,9 +21,9 @@ from lowroll.envs.outcome import InvalidScore, Outcome, Reply, as_score, awaited
 from lowroll.types import Message, Prompt, Score
 
 SPLITS = ("train", "test")
-MAX_TEXT = 50_000  # characters of a response
+MAX_TEXT = 50_000  # scored characters of a response
 TEST_BYTES = 64  # of 256: the held-out share of generated tasks
-MAX_DRAWS = 200  # then the task space counts as too small
+MAX_DRAWS = 200  # failed draws, after which the task space counts as too small
 NUM_FAILURES = 5
 
 

@@ -42,8 +42,8 @@ class CellReference:
 
 
 def replaced(tree: Any, write: Callable[[Any], str]) -> Any:
-    """Return settings with `write(value)` in the place of Environment classes, functions and rows.
-    An environment gets its class's name, unless the settings give one."""
+    """Return settings with `write(value)` in the place of classes, functions and rows. An
+    environment gets its class's name, unless the settings give one."""
     if isinstance(tree, Mapping):
         values = {}
         for key in tree:
@@ -80,7 +80,7 @@ def _is_environment(value: object) -> bool:
 
 def named(value: Any, folder: Path) -> CellReference:
     """Return the id of a class or function, or the path of rows, with its file in `folder`.
-    ValueError for a value, or something it uses, without text or name."""
+    ValueError for what has no text or name."""
     if not callable(value):
         return _rows_reference(value, folder)
     if isinstance(value, type | types.FunctionType | types.MethodType | types.BuiltinFunctionType):
@@ -329,8 +329,8 @@ def _definition_text(value: type | types.FunctionType) -> str:
 
 
 def _last_statement(name: str, files: Iterable[str], defines: Callable[[ast.stmt], bool]) -> str:
-    """Return the last top-level definition of a name, in the first of these files, the script and
-    the notebook's cells that has one. The latest cell comes first."""
+    """Return the last top-level definition of a name, from the first source that has one: `files`,
+    the script, the notebook's cells from the latest on."""
     script = getattr(sys.modules[MAIN], "__file__", None)
     script_files = [script] if script else []
     for file in dict.fromkeys([*files, *script_files, *reversed(linecache.cache)]):

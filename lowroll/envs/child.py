@@ -25,8 +25,8 @@ SET_ENV = {
 }
 PR_SET_PDEATHSIG = 1
 FEW = 8
-A_CORE = 64  # children; most wait for a judge model
-CHILD_MB = 64  # of a child that imported sympy
+A_CORE = 64  # children, most of which wait for a judge model
+CHILD_MB = 64  # memory of a child that imported sympy
 CHILD_FILES = 4
 
 
@@ -34,7 +34,7 @@ def start(
     module: str, stderr: int, pass_env: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
     """Run `python -m module <pid of this process>` with pipes, as a session leader. Its environment
-    has no keys or tokens, except those of `pass_env`."""
+    is `machine.KEEP_ENV` and `pass_env`, without keys or tokens."""
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(

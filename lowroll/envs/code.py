@@ -41,8 +41,7 @@ class CodeTask:
 
 
 class Code(Environment):
-    """Programs scored by hidden tests; metrics: `passed` (share of tests), `all_passed`, `timeouts`
-    and `crashes` (shares), `compile_error`, `has_program`."""
+    """Programs scored by hidden tests. docs/code.md lists the metrics."""
 
     def __init__(
         self,

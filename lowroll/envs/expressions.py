@@ -2,8 +2,8 @@
 
 Rational numbers are compared exactly. Others are evaluated to `DIGITS` digits at points that depend
 only on the variables' names: agreement at all means equality (J. Schwartz, "Fast probabilistic
-algorithms for verification of polynomial identities", 1980). Simplification could take too long.
-Sets and logic go to math-verify.
+algorithms for verification of polynomial identities", 1980). Nothing is simplified, which could
+take long. Sets and logic go to math-verify.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _numerator(tree: Any) -> Any:
 
 
 def _can_ignore_case(gold: str, answer: str) -> bool:
-    """Return whether no letter, except the constants e and i, stands in one text in both cases."""
+    """Return whether no text has a letter in both cases, apart from the constants e and i."""
     for text in (gold, answer):
         letters = set(re.sub(r"\\[A-Za-z]+", "", text)) - set("eEiI")
         if any(letter.isupper() and letter.lower() in letters for letter in letters):
@@ -267,7 +267,6 @@ def rounds_to(text: str, tree: Any, cut: bool = False) -> bool:
 
 
 def _endless_value(tree: Any) -> Fraction | None:
-    """Return the value of a number without finite decimals; None for any other tree."""
     value = exact(tree)
     if value is not None:
         return None if _is_decimal(value) else value

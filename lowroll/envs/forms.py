@@ -193,7 +193,6 @@ def _relation_form(text: str) -> Form | None:
 
 
 def _interval_form(sides: list[str], operators: list[str]) -> Form | None:
-    r"""Return the interval of inequalities that bound one variable by numbers, or None."""
     if operators[0] not in FLIPPED:
         return None
     if operators[0] not in BELOW:
@@ -325,7 +324,7 @@ def _is_equation_and_value(relation: Form, other: Form) -> bool:
 
 
 def _stated_values(equation: Form) -> list[str]:
-    """Return the values of an equation's name: the last side, and numbers before it."""
+    """Return what an equation says its name equals: the last side, and numbers before it."""
     sides = equation.parts[1:] if equation.name else equation.parts
     numbers = [side for side in sides[:-1] if CONSTANT.fullmatch(side)]
     return [*numbers, sides[-1]]
@@ -364,7 +363,6 @@ def _same_time(gold: str, answer: str) -> bool | None:
 
 
 def _same_words(gold: str, answer: str) -> bool | None:
-    """Return whether two phrases are equal; None where the gold answer may be a formula."""
     gold_phrase = words(gold)
     if gold_phrase is not None:
         return gold_phrase == words(answer, beside_words=True)

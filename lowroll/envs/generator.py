@@ -31,7 +31,7 @@ from lowroll.types import nearest
 LEVEL = "curriculum_level"
 BLOCK = 256  # items of a list
 CHILD_LIMIT = 60.0  # seconds
-KILL_LIMIT = 5.0  # seconds for the kernel to reap a killed child
+KILL_LIMIT = 5.0  # seconds
 
 LISTS = re.compile(r"[\w\s,'\"\[\]-]*")
 SUMS = re.compile(r"[\d\s()+*/.-]*")

@@ -308,7 +308,7 @@ def scaled(text: str) -> tuple[str, int]:
 
 
 def without_unit(text: str) -> tuple[str, str]:
-    r"""Return (quantity, powers) of `3\text{ cm}^2`, `10 dollars`, `90^\circ`, without units."""
+    r"""Return (quantity, powers of its unit) of `3\text{ cm}^2`, `10 dollars`, `90^\circ`."""
     unit = UNIT.search(text) if not SCALE.search(text) else None
     number = text[: unit.start()].strip() if unit is not None else ""
     if unit is None or not number or OPERATOR.search(number):

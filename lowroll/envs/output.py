@@ -13,8 +13,8 @@ from typing import IO
 logger = logging.getLogger(__name__)
 
 MAX_LOGGED = 4096  # bytes of a worker
-MAX_KEPT = 4096  # of the end
-LAST_WORDS = 300  # characters of that end in an error
+MAX_KEPT = 4096  # bytes kept of the end
+LAST_WORDS = 300  # characters of the end in an error
 PIECE = 1 << 16
 
 

@@ -44,8 +44,8 @@ class Problem:
 
 
 class FinalAnswer(Environment):
-    """A reward of 1 when the final answer equals the gold answer, else 0. Metric `unjudged`: a
-    wrong answer that could not be evaluated."""
+    """A reward of 1 when the final answer equals the gold answer, else 0. Metrics: `has_answer`,
+    and `unjudged` for a wrong answer that could not be evaluated."""
 
     exact = True
     overtaxed = Score(0.0, {"has_answer": 1.0, "unjudged": 1.0})
@@ -185,7 +185,7 @@ def read_answer(row: dict[str, Any], key: str, where: str) -> tuple[str, str]:
 
 
 def final_answer(raw: str) -> str:
-    """Return a field's gold answer: after ####, in the last box, between dollars, or all."""
+    """Return a field's gold answer."""
     if "####" in raw:
         return GROUPED.sub("", raw.rpartition("####")[2].strip())
     if "\\boxed" in raw:

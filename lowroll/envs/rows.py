@@ -76,7 +76,6 @@ class SplitRows(Generic[T]):
 
     @property
     def is_held_out(self) -> bool:
-        """True if the test rows are a share of the train split's."""
         return self.held_out > 0 and self._test_source is None
 
     def __getitem__(self, split: str) -> list[T]:
@@ -107,8 +106,8 @@ class SplitRows(Generic[T]):
 
     @cached_property
     def _parts(self) -> tuple[list[T], list[T]]:
-        """Return the usable rows of the train split, and the held-out ones. ValueError when rows
-        should be held out and all are the same."""
+        """Return the usable rows of the train split, and the held-out ones. ValueError when all are
+        equal."""
         source = self.sources["train"]
         if source is None:
             return [], []

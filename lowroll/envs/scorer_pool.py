@@ -11,9 +11,9 @@ A failed item gets an error, not a reward of 0, unless the environment scores ti
     memory        it went over `memory_limit_mb` of address space      is replaced
     crash         the process ended under it                           is replaced
 
-Responses scored together (`Environment.together`) are one item with their summed limit. Workers see
-only `machine.KEEP_ENV` and the passed variables, whose values are masked in their output. A
-scorer's processes end with its worker (`reaper`).
+Responses scored together (`Environment.together`) are one item with their summed limit. The clock
+restarts with every item. Workers see only `machine.KEEP_ENV` and the passed variables, whose values
+are masked in their output. A scorer's processes end with its worker (`reaper`).
 
 A reply must have its item's random id; any other line, as from a scorer that writes to all
 descriptors, ends the worker.
@@ -83,8 +83,6 @@ class _HeldItem:
 
 @dataclass
 class _Job:
-    """A call of `score` or `respond`."""
-
     items: list[_Item]
     pending: deque[int]
     responds: bool = False
@@ -99,8 +97,6 @@ class _Job:
 
 
 class _Worker:
-    """A child process and its items; it works on the first."""
-
     def __init__(self, setup: bytes, pass_env: Mapping[str, str]) -> None:
         self.process = child.start("lowroll.envs.worker", subprocess.PIPE, pass_env)
         assert self.process.stdin and self.process.stdout and self.process.stderr
@@ -141,7 +137,6 @@ class _Worker:
             self.outbox = b""  # `read` sees the end of the worker
 
     def read(self) -> list[bytes]:
-        """Return the arrived reply lines; set `ended` at the stream's end."""
         try:
             data = os.read(self.stdout.fileno(), 1 << 16)
         except BlockingIOError:
@@ -184,8 +179,8 @@ class ScorerPool:
     """A pool of `num_workers` scoring processes; a context manager.
 
     `env_specs` maps an environment's name to (id, args, seed) for `lowroll.envs.make`. Every worker
-    has all environments, and the environment variables of `pass_env`. ValueError for an unset
-    variable or too many workers; RunFailed when a worker cannot build its environments.
+    has all environments. ValueError for an unset variable of `pass_env` or too many workers;
+    RunFailed when a worker cannot build its environments.
     """
 
     def __init__(
@@ -259,7 +254,6 @@ class ScorerPool:
     def respond(
         self, items: Sequence[tuple[Prompt, list[Message]]]
     ) -> list[list[Message] | None | ScoreError]:
-        """Return the environments' replies in order; None: done."""
         encoded = [
             _Item(prompt, self._encode(prompt, "respond", messages)) for prompt, messages in items
         ]

@@ -59,8 +59,8 @@ def make(
         logger.warning("environment %s runs the code of %s", name or id, file)
     env = construct(id, name=name, args=args, seed=seed)
     with blamed(f"env {env.name!r}", own_file(type(env))):
-        env.size("train")  # reads the data, so that a bad file is an error here
-        _ = env.tools  # makes the schemas, so that a bad tool is an error here
+        env.size("train")  # so that a bad file is an error here
+        _ = env.tools  # so that a bad tool is an error here
     return env
 
 

@@ -12,8 +12,8 @@ from lowroll.types import Prompt
 
 
 def prompt_at(env: Environment, index: int, split: str = "train") -> Prompt:
-    """Return a task. ValueError names the environment, and file and line or the task, when its code
-    raises or its prompt is invalid."""
+    """Return a task. ValueError names the environment and the task, when its code raises or its
+    prompt is invalid."""
     with blamed(f"env {env.name!r}: prompt({index}, {split!r})", own_file(type(env))):
         prompt = env.prompt(index, split)
     if not isinstance(prompt, Prompt):

@@ -38,7 +38,6 @@ class Failure:
 
     @property
     def parted(self) -> bool:
-        """True if the engines solved different shares of it."""
         return len({attempt.solved / max(1, attempt.count) for attempt in self.attempts}) > 1
 
 

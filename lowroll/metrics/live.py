@@ -63,7 +63,8 @@ class LiveView:
     """A live view: `with LiveView(total_steps, title) as view:`, then `view.phase(...)` inside a
     step and `view.step(record)` after it.
 
-    Without a terminal each `every`th step and the last print a line.
+    Without a terminal each `every`th step and the last print a line. Set `asked_to_stop` to an
+    object that becomes true when the run is asked to stop.
     """
 
     def __init__(
@@ -133,8 +134,7 @@ class LiveView:
             self._console.print(self.line(), markup=False, highlight=False, soft_wrap=True)
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
-        """Show an evaluation after a step (0: before the first) that came without the step's
-        record."""
+        """Show an evaluation that came without its step's record."""
         self._held_out |= held_out_words(record)
         if not self._live:
             words = [f"step {record.get('step', 0):>4}/{self.total_steps}", *_evals(record)]
@@ -288,7 +288,7 @@ def _redirect_logging(old: object, new: Any) -> None:
 
 
 def kv_words(record: Mapping[str, Any]) -> list[str]:
-    """Describe a bounded cache's saving in a step, and the rejected or repaired share."""
+    """Describe a bounded cache's saving, and the rejected or repaired share."""
     if "kv/saving_peak" not in record:
         return []
     words = [f"kv {_number(_percent(record['kv/saving_peak']), '.0f')} % saved"]

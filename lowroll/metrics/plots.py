@@ -21,7 +21,7 @@ Record = dict[str, Any]
 _INK = "#0a0b0c"  # replaced by currentColor
 _COLOURS = ("#3b7dd8", "#e07b39", "#2f9e73", "#c04f8a", "#8a6fd1", "#b08d1e", "#5aa7b8", "#9a9a9a")
 _SMOOTH_FROM = 40  # steps from which the plain curve fades behind its running mean
-_SAME_HEIGHT = 0.01  # share of the axis
+_SAME_HEIGHT = 0.01  # share of the axis below which two curves look the same
 _WIDTH_INCHES = 4.6  # inches, so that 9-point text is readable on a phone
 _EVAL_METRIC = re.compile(r"eval/(.+)/(reward|sampled_reward)")
 
@@ -46,7 +46,7 @@ class Plot:
     unit: str = ""
     right_unit: str = ""
     log: bool = False
-    floor: float = 0.0  # of a log axis
+    floor: float = 0.0  # of a log axis; smaller values are rounding noise
     stacked: bool = False
     bottom: float | None = 0.0  # lower end of the axis; None: automatic
     only_with: str = ""  # a required metric

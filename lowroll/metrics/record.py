@@ -35,7 +35,7 @@ ABOUT_FILE = "about.json"
 LOST = "record/lost"
 Record = dict[str, Any]  # "step": int, every other key: float or None
 _MAX_LOGGED = 5
-_MAX_LOST = 100_000  # marked records: a folder may claim any step
+_MAX_LOST = 100_000  # lost records that are marked, as a folder may claim any step
 _MAX_STEP = 10**9
 
 
@@ -56,8 +56,8 @@ class Recorder:
     def write(self, step: int, metrics: Mapping[str, float]) -> Record:
         """Append the record of `step` and return it as readers will see it.
 
-        ValueError, before anything is written, for an unknown name, a value that is not a number,
-        or a step that is not above the last one. OSError leaves the file unchanged.
+        ValueError, before anything is written, for an unknown name, a value that is no number, or a
+        step not above the last one. OSError leaves the file unchanged.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step <= self._last:
             raise ValueError(
@@ -115,8 +115,7 @@ def read(folder: Path) -> list[Record]:
 
 
 def add_evaluation(folder: Path, step: int, metrics: Mapping[str, float]) -> None:
-    """Append an evaluation after a step (0: before the first), for a separate orchestrator
-    process."""
+    """Append an evaluation after a step (0: before the first)."""
     record: Record = {"step": step}
     for name, value in metrics.items():
         find(name)

@@ -1,7 +1,7 @@
 """The report of a run folder: `report.html`, self-contained.
 
 Model output is untrusted data: every text is escaped and cut, and the content policy forbids
-requests and other scripts. A supervised run gets its own page.
+requests and other scripts.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ def _change_section(records: Sequence[Record], supervised: bool, notes: list[str
 
 
 def _before_and_after(steps: list[float], values: list[float], edge: int) -> str:
-    """Return two cells: the means of the first and of the last `edge` values, or of half of them. A
-    single value of step 0 counts as before the run."""
+    """Return two cells: the means of the first and of the last `edge` values, at most half of them
+    each."""
     edge = max(1, min(edge, len(values) // 2))
     before = _mean_cell(steps[:edge], values[:edge])
     after = _mean_cell(steps[-edge:], values[-edge:])

@@ -13,10 +13,10 @@ from lowroll.metrics.page import escape, gold_answer, transcript
 
 Record = dict[str, Any]
 STEPS = 5
-A_STEP = 8  # a step
-ERRORS = 2  # a step, with a failed score
+A_STEP = 8  # scored samples a step
+ERRORS = 2  # samples a step with a failed score
 _MAX_TEXT_LENGTH = 8000  # characters of a text
-_SUMMARY_LENGTH = 160  # characters
+_SUMMARY_LENGTH = 160
 
 
 def sample_section(run_dir: Path, notes: list[str]) -> str:
@@ -116,7 +116,7 @@ def _turns(sample: Record) -> str:
 
 
 def response_text(sample: Record) -> tuple[str, str]:
-    """Return the kind and text of a response; of a conversation, its turns."""
+    """Return the kind and text of a response or conversation."""
     conversation = sample.get("messages")
     if conversation is None:
         return "response", sample["text"]

@@ -6,7 +6,8 @@ w = exp(proximal - behavior) and r are constants of the gradient. TIS clips at r
 relative to the capped weights, which cuts the sampler's least likely tokens first; dividing by r
 restores 1 + eps_high. Only tokens with A > 0 and w > C differ from TIS.
 
-The paper gives no C. Eq. 9's condition is read as proximal / behavior > C.
+The paper gives no C. Eq. 9's truncated ratio is at most C, so the bound is raised where proximal /
+behavior > C.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lowroll.objectives.surrogate import (
 def acr(
     tokens: ObjectiveInput, *, cap: float, eps_low: float, eps_high: float, dual_clip: float | None
 ) -> TokenValues:
-    """Return each token's value and the statistics. An infinite `cap` gives `decoupled`."""
+    """Return token values and statistics. An infinite `cap` gives `decoupled`."""
     weight_N = truncate(tokens.weight_N, cap)
     stretch_N = (tokens.weight_N / cap).clamp(min=1)
     clipped = clip(

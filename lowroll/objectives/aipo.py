@@ -1,6 +1,6 @@
 """AIPO's token loss as in Surogate: the full ratio to the sampler as a coefficient, and masks.
 
-With l_t = learner - behavior, rho_t = exp(l_t) and sg stopping the gradient:
+With l_t = learner - behavior, the ratio rho_t = exp(l_t) and sg stopping the gradient:
 
     J_t = keep_t c_t learner_t,   c_t = sg[ rho_t (adv_tau A + teacher_tau (teacher - learner) - kl_tau l_t) ]
 
@@ -14,8 +14,8 @@ Masked tokens stay in the denominators. `mode="truncate"` is AIPO itself (arXiv 
 above token_mask_high is kept with that ratio. `ratio_type="sequence"` takes min(exp(sum l),
 sequence_clip_high) for rho in c_t, and divides by the sequence's length.
 
-Surogate's program masks, as does the default here. Published with the token mean over the whole
-batch and A without the std. Only the gradient of J is meaningful.
+Surogate's formula truncates; its program masks, as does the default here. Published with the token
+mean over the whole batch and A without the std. Only the gradient of J is meaningful.
 
 N: tokens, S: sequences.
 """
@@ -61,8 +61,8 @@ def aipo(
     sequence_mask_high: float = 100.0,
     sequence_clip_high: float = 10.0,
 ) -> TokenValues:
-    """Return each token's value and the statistics. ValueError for an invalid option, or
-    teacher_tau without a teacher."""
+    """Return token values and statistics. ValueError for an invalid option, or teacher_tau without
+    a teacher."""
     for name, value, choices in (("ratio_type", ratio_type, RATIO_TYPES), ("mode", mode, MODES)):
         if value not in choices:
             raise ValueError(f"{name}: unknown {value!r}; expected one of {', '.join(choices)}")

@@ -14,8 +14,8 @@ from lowroll.objectives.surrogate import ObjectiveInput, TokenValues, clip, poli
 def clipped(
     tokens: ObjectiveInput, *, eps_low: float, eps_high: float, dual_clip: float | None
 ) -> TokenValues:
-    """Return each token's value and the statistics. The anchor is the proximal policy, or the
-    sampler if only that is given."""
+    """Return token values and statistics. The anchor is the proximal policy, or the sampler if only
+    that is given."""
     surrogate = clip(
         tokens.ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip
     )

@@ -27,7 +27,7 @@ from lowroll.objectives.table import CAP
 def gspo(
     tokens: ObjectiveInput, *, cap: float = CAP, eps_low: float, eps_high: float
 ) -> TokenValues:
-    """Return each token's value and the statistics. `cap` needs the sampler's log-probs."""
+    """Return token values and statistics. `cap` needs the sampler's log-probs."""
     ratio_N = sequence_ratio(tokens)
     weight_N = truncate(tokens.weight_N, cap) if tokens.has_behavior else tokens.weight_N
     clipped = clip(ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high)

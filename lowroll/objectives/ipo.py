@@ -38,7 +38,7 @@ def ipo(
     ratio_cap: float = math.exp(2),
     kl_tau: float = 1e-3,
 ) -> TokenValues:
-    """Return each token's value and the statistics. ValueError for an invalid width or cap."""
+    """Return token values and statistics. ValueError for an invalid width or cap."""
     if not width >= 0:
         raise ValueError(f"width: {width} must be 0 or more")
     if not ratio_cap > 0:

@@ -31,8 +31,8 @@ SHORTEST = 2  # responses of up to 2^SHORTEST tokens are one class
 def mismatch(
     *, learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None = None
 ) -> dict[str, float]:
-    """Return the statistics as {"mismatch/<name>": value}, for log-probs [B, T] or packed [N] with
-    `segments`. `pearson` is absent for constant probabilities, and everything without tokens."""
+    """Return {"mismatch/<name>": value} for log-probs [B, T] or packed [N] with `segments`; {}
+    without tokens. `pearson` is absent for constant probabilities."""
     sequences, learner_N, behavior_N = _usable_tokens(learner, behavior, mask, segments)
     mask_N = sequences.mask_N
     if not bool(mask_N.any()):

@@ -96,8 +96,8 @@ def reweight(
     eps_high: float,
     dual_clip: float | None,
 ) -> TokenValues:
-    """Return each token's value and the statistics. With `normalize`, `counts` must have the
-    batch's weight sum. ValueError as from `judge`."""
+    """Return token values and statistics. With `normalize`, `counts` must have the batch's weight
+    sum. ValueError as from `judge`."""
     verdict = judge(
         tokens, weight=weight, cap=cap, icepop=icepop, reject=reject, veto=veto, bypass=bypass
     )
@@ -181,8 +181,8 @@ def correct(
     eps_high: float,
     dual_clip: float | None,
 ) -> TokenValues:
-    """Return each token's weighted value, 0 if rejected, and the statistics. counts: of the batch,
-    for `normalize`."""
+    """Return weighted token values, 0 if rejected, and statistics. counts: of the batch, for
+    `normalize`."""
     sequences, weight_N = tokens.sequences, verdict.weight_N
     if normalize:
         weight_N = weight_N / _mean_weight(verdict, counts)

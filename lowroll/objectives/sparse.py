@@ -35,8 +35,8 @@ def sparse(
     eps_high: float,
     dual_clip: float | None,
 ) -> TokenValues:
-    """Return each token's value and the statistics. `token_rs` are bounds (low, high) on xi;
-    `repair` is None or "mask". With `normalize_xi`, `counts` must have the batch's sum of xi."""
+    """Return token values and statistics. `token_rs` are bounds (low, high) on xi. With
+    `normalize_xi`, `counts` must have the batch's sum of xi."""
     verdict = judge_sparse(tokens, xi_cap=xi_cap, token_rs=token_rs, veto=veto, repair=repair)
     return correct(
         tokens,

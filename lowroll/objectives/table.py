@@ -54,13 +54,12 @@ class Algorithm(ObjectiveRow):
     """A row of `ALGORITHMS`. `advantage` is a name in the table of `lowroll.advantages`."""
 
     advantage: str = "grpo"
-    dynamic_sampling: bool = False  # resample groups with equal rewards
+    dynamic_sampling: bool = False
     # for a sequence ratio: corrections that its function applies, and their options
     applies: Mapping[str, Mapping[str, Any]] | None = None
 
     @property
     def has_critic(self) -> bool:
-        """True if its advantages use a critic's values."""
         return self.advantage == "gae"
 
 

@@ -39,8 +39,8 @@ def tbpo(
     eps_high: float,
     eps_negative: float = 7e-4,
 ) -> TokenValues:
-    """Return each token's value and the statistics. `cap` is C >= 1, `eps_negative` the upper bound
-    for A < 0."""
+    """Return token values and statistics. `cap` is C >= 1, `eps_negative` the upper bound for A <
+    0."""
     if not cap >= 1:
         raise ValueError(f"cap: {cap} must be 1 or more; weights are kept in [1/cap, cap]")
     if not eps_negative > 0:

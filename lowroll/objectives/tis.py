@@ -21,7 +21,7 @@ from lowroll.objectives.surrogate import (
 def tis(
     tokens: ObjectiveInput, *, cap: float, eps_low: float, eps_high: float, dual_clip: float | None
 ) -> TokenValues:
-    """Return each token's value and the statistics. An infinite `cap` gives `decoupled`."""
+    """Return token values and statistics. An infinite `cap` gives `decoupled`."""
     weight_N = truncate(tokens.weight_N, cap)
     surrogate = clip(
         tokens.ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip

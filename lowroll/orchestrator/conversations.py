@@ -61,7 +61,6 @@ class Dialogue(Request):
 
     @property
     def fits(self) -> bool:
-        """True if the sequence has space for a first turn."""
         return self.room(len(self.prompt_ids)) >= max(1, self.min_tokens)
 
 
@@ -252,7 +251,6 @@ class Conversations:
         return [exchanges[i].group if i in exchanges else group for i, group in enumerate(groups)]
 
     def add(self, request: Request) -> int:
-        """Send a request or a dialogue's first turn; return its handle."""
         if not isinstance(request, Dialogue):
             return self._add(request)
         handle = self._add(request.first)
@@ -261,8 +259,6 @@ class Conversations:
         return handle
 
     def step(self) -> list[tuple[int, Group]]:
-        """Wait a moment; return finished groups by handle. Conversations with a new turn
-        continue."""
         ended: list[tuple[int, Group]] = []
         returned: dict[int, list[ConversationState]] = {}
         for handle, group in self.engine.step():
@@ -301,7 +297,6 @@ class Conversations:
                 self._whose[handle] = owner
 
     def abort(self, handle: int) -> bool:
-        """Abort a request or a dialogue. Return False if it had ended."""
         exchange = self._open.pop(handle, None)
         if exchange is None:
             return self.engine.abort(handle)

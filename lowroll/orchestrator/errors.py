@@ -77,7 +77,7 @@ class ErrorWindow:
 
 
 def check_any(scores: Sequence[Score | ScoreError], what: str) -> None:
-    """Raise ScoringFailed when all scores of `what` are errors; log a warning when none applies."""
+    """Raise ScoringFailed when all scores of `what` are errors; warn when none applies."""
     errors = [score for score in scores if isinstance(score, ScoreError)]
     failed = [error for error in errors if error.failed]
     if len(errors) < len(scores):

@@ -1,6 +1,4 @@
-"""Evaluation of the policy on held-out tasks (`orchestrator.eval_statistics`), averaged over
-examples.
-"""
+"""Evaluation of the policy on held-out tasks (`orchestrator.eval_statistics`)."""
 
 from __future__ import annotations
 

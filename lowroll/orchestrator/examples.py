@@ -181,8 +181,7 @@ def _answer_classes(
     examples: Sequence[Example], env: Environment, scorer: Scorer
 ) -> list[list[int | None]]:
     """Return for every response the first response of its example with the same answer, or None
-    without an answer. One call of the scorer compares all examples, by one class of answers each.
-    """
+    without an answer. Each round begins one class in every example, with one call of the scorer."""
     classes: list[list[int | None]] = [[None] * len(example.responses) for example in examples]
     unclassified = [
         [i for i, r in enumerate(example.responses) if _has_answer(r)] for example in examples

@@ -184,7 +184,7 @@ def finite(outcome: Score | ScoreError) -> Score | ScoreError:
 
 def for_scorer(prompt: Prompt, token_ids: Sequence[list[int]], step: int, max_steps: int) -> Prompt:
     """Return a group's prompt with what its `info["takes"]` lists: the responses' token ids, the
-    run's finished steps and their total (0: unknown). step: the current one, from 1."""
+    run's finished steps and their total (0: unknown). `step` is the current one, from 1."""
     available = {
         "completion_ids": list(token_ids),
         "trainer_state": {"global_step": step - 1, "max_steps": max_steps},

@@ -51,7 +51,7 @@ class WeightsWatch(Protocol):
         ...
 
     def exactly(self, version: int) -> int:
-        """Wait for weights of exactly this version, load them, and return the version."""
+        """Wait for weights of exactly this version and load them."""
         ...
 
     def newer(self, most: int) -> int | None:
@@ -83,7 +83,7 @@ class Tokenizer(Protocol):
 
 
 class Scorer(Protocol):
-    """A scorer of responses or conversations by each prompt's environment."""
+    """A scorer of responses or conversations."""
 
     def score(
         self,

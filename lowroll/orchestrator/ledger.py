@@ -119,7 +119,7 @@ class Ledger:
     planned: int = 0
     consumed: int = 0
     dropped: int = 0
-    passed_over: int = 0  # prompts over max_prompt_tokens: never planned, like the next two
+    passed_over: int = 0  # too long prompts: never planned, like the next two
     duplicates: int = 0
     pooled: int = 0
     open: list[GroupPlan] = field(default_factory=list)

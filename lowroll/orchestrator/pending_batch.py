@@ -45,7 +45,6 @@ class PendingBatch:
 
     @property
     def lost(self) -> list[ScoredGroup]:
-        """Dropped groups that had returned."""
         return [drop.group for drop in self.dropped if drop.group is not None]
 
     @property

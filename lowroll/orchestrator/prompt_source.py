@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # consecutive too long prompts, after which the limit counts as wrong
 MAX_PASSED_OVER = 1000
-PASSES = 10  # passes over all data
+PASSES = 10  # passes over all data without a usable prompt, before it counts as exhausted
 
 
 def seed_of(*parts: str | int) -> int:
@@ -277,8 +277,8 @@ def draw_at(
 
 
 def encode(env: Environment, prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of a prompt in the chat template, with the environment's tools. ValueError
-    when the template cannot show tools."""
+    """Return the ids of a prompt in the chat template. ValueError when it cannot show the
+    environment's tools."""
     if not env.tools:
         return list(tokenizer.encode_chat(prompt.messages))
     try:

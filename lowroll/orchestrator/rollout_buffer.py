@@ -1,14 +1,8 @@
-"""The open groups of a run: in flight, or returned and waiting for a batch.
+"""The open groups of a run: in flight, or returned and waiting for a batch (docs/asynchrony.md).
 
 `Settings.num_open` groups are kept open. A batch takes returned groups in planned order as soon as
-there are enough; a dropped group is replaced.
-
-    level 0, partial none       the surplus is aborted and dropped when the batch is full
-    level 0, keep or replay     it continues after the update
-    level k >= 1                it continues, and newer weights are loaded while it runs
-
-With an oversampling_factor of 1 batch n has only tokens of versions >= n - 1 - k
-(docs/asynchrony.md).
+there are enough; a dropped group is replaced. At level k with an oversampling_factor of 1, batch n
+has only tokens of versions >= n - 1 - k.
 """
 
 from __future__ import annotations

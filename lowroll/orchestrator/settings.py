@@ -10,7 +10,7 @@ from lowroll.advantages import Estimator
 from lowroll.orchestrator.filters import Filter
 from lowroll.orchestrator.temperature import TemperatureSchedule
 
-SOLVED = 1.0 - 1e-6  # least reward
+SOLVED = 1.0 - 1e-6  # least reward of a solved task
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """The orchestrator's settings; docs/configuration.md has those of the same name."""
+    """The orchestrator's settings (docs/configuration.md)."""
 
     batch_size: int
     rollouts_per_example: int
@@ -41,7 +41,7 @@ class Settings:
     env_weights: Mapping[str, float] = field(default_factory=dict)
     advantage: str = "grpo"
     estimator: Estimator | None = None
-    max_prompt_tokens: int | None = None  # longer prompts are skipped and counted
+    max_prompt_tokens: int | None = None
     max_sequence_tokens: int | None = None
     dynamic_sampling: bool = False
     max_rounds: int = 8
@@ -50,14 +50,14 @@ class Settings:
     overlong_cache: int | None = None
     filters: tuple[Filter, ...] = ()
     max_error_rate: float = 0.05
-    error_window: int = 50  # scores before the error rate is judged
+    error_window: int = 50
     canary_interval: int | None = 20
     max_async_level: int = 0
     strict_async_level: bool = False
     max_off_policy_steps: int = 8
     oversampling_factor: float = 1.0
     partial: str = "none"
-    stall_s: float = 3600.0  # seconds in which a group in flight must end
+    stall_s: float = 3600.0  # seconds
     sampling_seed: int | None = None  # None: `seed`
     buffer_seed: int | None = None  # of the mix of environments; None: `seed`
     online_difficulty_filtering: bool = False
@@ -81,12 +81,10 @@ class Settings:
 
     @property
     def filters_groups(self) -> bool:
-        """True if groups may be dropped for their rewards."""
         return self.dynamic_sampling or self.online_difficulty_filtering
 
     @property
     def uses_pools(self) -> bool:
-        """True if prompts that are too easy or too hard are not drawn again."""
         return self.easy_threshold is not None or self.hard_threshold is not None
 
     @property

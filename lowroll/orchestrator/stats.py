@@ -132,8 +132,8 @@ def turn_stats(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def version_stats(rollouts: Sequence[Rollout], learner: int | None) -> dict[str, float]:
-    """Return the newest policy version of a batch, and the lag of the oldest behind `learner`
-    (None: behind the newest)."""
+    """Return a batch's newest policy version, and the lag of its oldest behind `learner` (None:
+    behind the newest)."""
     versions = [span.version for rollout in rollouts for span in rollout.behavior.policy]
     newest = max(versions) if learner is None else learner
     return {
@@ -165,8 +165,7 @@ def staleness_stats(rollouts: Sequence[Rollout], learner: int) -> dict[str, floa
 
 
 def buffer_stats(before: Ledger, now: Ledger, settings: Settings) -> dict[str, float]:
-    """Return the duplicate and pooled prompts skipped in a step, and the pool sizes, where
-    in use."""
+    """Return the skipped duplicate and pooled prompts of a step, and the pool sizes."""
     stats = {}
     if settings.hash_keys:
         stats["rollout/duplicate_prompts"] = float(now.duplicates - before.duplicates)

@@ -1,9 +1,9 @@
 """AdamW with 8-bit moments (Dettmers et al. 2021, arXiv 2110.02861), from bitsandbytes.
 
 Each block of 256 entries of a moment keeps its largest magnitude in float32 and 256 levels of a
-dynamic tree code: about 2 bytes a parameter instead of 8. Blocks are those of a rank's part, so a
-different number of ranks gives results within the moments' rounding, and the same results if parts
-are multiples of 256 entries.
+dynamic tree code: about 2 bytes a parameter instead of 8. Blocks are those of a rank's part, so the
+results of another number of ranks differ within the moments' rounding, unless parts are multiples
+of 256 entries.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@ With a response's reward on its last token, `advantages.gae` makes token advanta
 the values before the batch. Advantages are whitened over the masked tokens of the whole batch, and
 the critic descends `objectives.value_loss` on the returns in the policy's minibatches.
 
-The body learns in full, even if the policy learns an adapter, at a constant rate. The head begins
-at zero, so that with gamma = lam = 1 and no whitening the first step is REINFORCE (verl draws a
-random head).
+The body learns in full, even under LoRA, at a constant rate. The head begins at zero, so that with
+gamma = lam = 1 and no whitening the first step is REINFORCE (verl draws a random head).
 
 T: tokens fed, N: response tokens, D: hidden size.
 """
@@ -116,8 +115,8 @@ class Critic:
     def update(
         self, samples: Sequence[Sample], minibatch: Sequence[int], judged: CriticOutput
     ) -> dict[str, float]:
-        """Make one update towards a minibatch's returns. Samples that `judge` did not run have no
-        loss, but count among the sequences."""
+        """Make one update towards a minibatch's returns. Samples that `judge` did not run only
+        count among the sequences."""
         active = [i for i in minibatch if i in judged.returns]
         num_tokens = sum(sum(samples[i].loss_mask) for i in active)
         counts = Denominators(num_tokens, len(minibatch))

@@ -1,9 +1,11 @@
 """Alarms on a step's mismatch, and the actions that follow (docs/usage.md#the-guard).
 
-    kl            moving average of mismatch/kl_k3 above `kl_growth` times its first steps, and above `kl_floor`;
-                  or above `kl_above`
+    ess           mismatch/ess below a bound
+    kl            moving average of mismatch/kl_k3 above `kl_growth` times its first steps and above
+                  `kl_floor`, or above `kl_above`
     rejected      correction/rejected_fraction or rejected_sequence_fraction above a bound
-    nonfinite     a watched metric is not finite, or an update was skipped for that
+    ratio         mismatch/weight_max above a bound
+    nonfinite     one of these is not finite, or an update was skipped
 
 The average is m <- m + (x - m) / 10. After `patience` alarmed steps in a row the action follows.
 
@@ -25,7 +27,7 @@ from lowroll.quant.table import OWN
 BASELINE = 5  # steps
 HORIZON = 10  # steps
 MAX_TIGHTENED = 3
-TIGHTENING = 0.5  # the power p
+TIGHTENING = 0.5  # the power on the objective's bounds
 ALARMS = ("ess", "kl", "rejected", "ratio", "nonfinite")
 TOO_FAR = (
     "weights pay for that with most of the batch; let the rollouts have more bits (a wider format, or "

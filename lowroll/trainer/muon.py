@@ -6,8 +6,9 @@ For a matrix W [N, K] with gradient G, momentum b and learning rate lr:
     X = U / |U|;   five times  X <- a X + (b2 A + c A^2) X  with A = X X^T,  (a, b2, c) = (3.4445, -4.7750, 2.0315)
     W <- W - lr wd W - lr 0.2 sqrt(max(N, K)) X
 
-The factor gives the update Adam's RMS, 0.2 lr (Liu et al. 2025, arXiv 2502.16982, section 2.2), so
-that one learning rate serves Muon and AdamW.
+X is nearly the orthogonal factor of U. The factor 0.2 sqrt(max(N, K)) gives the update Adam's RMS,
+0.2 lr (Liu et al. 2025, arXiv 2502.16982, section 2.2), so that one learning rate serves Muon and
+AdamW.
 
 Fused matrices (q, k, v; gate, up) are orthogonalized separately, in bfloat16 on a GPU, else in
 float32. With sharded parameters each round gathers one matrix of like cost on every rank: 1/n of
@@ -28,7 +29,7 @@ from lowroll.parallel.ranks import ALONE, Ranks
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-RMS = 0.2  # of an update, per learning rate
+RMS = 0.2  # of an update, relative to the learning rate
 
 
 def hidden_matrices(model: Transformer) -> dict[str, tuple[int, ...]]:
@@ -60,8 +61,8 @@ def orthogonalize(x_NK: Tensor) -> Tensor:
 
 
 class Muon:
-    """Muon over named float32 matrices, which may be sharded over `ranks`. `rows[name]` has the
-    heights of the matrices stacked in a tensor."""
+    """Muon over named float32 matrices, which may be sharded over `ranks`. `rows` are the heights
+    from `hidden_matrices`."""
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ AdamW (Loshchilov & Hutter 2019, algorithm 2), with g the clipped gradient:
     p <- p - lr * wd * p - lr * mh / (sqrt(vh) + eps)
 
 Only matrices decay. Clipping scales all gradients by min(1, max_norm / norm), with norm the 2-norm
-over every parameter. On CUDA an AdamW update is one launch (`kernels.training.adamw`).
+over every parameter.
 
 A bfloat16 parameter would lose an update of 1e-5 of its size. So it is the rounding of a float32
 master, which also accumulates gradients; a shard (`parallel.sharding`) is its own master.
@@ -211,8 +211,8 @@ class Optimizer:
         return [g for name, g in zip(self.masters, gradients, strict=True) if name in self.others]
 
     def _apply(self, norm: Tensor, gradients: list[Tensor], at: Addresses | None) -> float:
-        """Clip, update the masters, round them to the parameters, and return the update's 2-norm.
-        at: addresses of the gradients, if uploaded already."""
+        """Clip, update the masters, round them to the parameters, and return the update's
+        2-norm."""
         is_fused = self._fuses()
         unfused = {} if is_fused else self.others
         most = self.settings.max_grad_norm

@@ -203,7 +203,7 @@ def pack(
     """Pack each portion of samples by itself, and return all micro-batches as sample indices.
 
     parts: the number of ranks. The number of a portion's micro-batches is a multiple of its share
-    of the ranks, which is by cost. costs: by sample, read with several ranks only.
+    of the ranks, which is by cost. costs: by sample.
     """
     portions = list(portions)
     total = sum(costs[i] for portion in portions for i in portion) if parts > 1 else 0.0

@@ -75,7 +75,7 @@ class SftLearner:
         return sft_step(self.model, batch, self.optimizer, self.settings)
 
     def state(self) -> tuple[states.Tensors, dict[str, Any]]:
-        """Return the state for a bitwise `restore`: tensors by file and name, and JSON data."""
+        """Return the state as `Trainer.state` does."""
         return states.capture(self.model, self.optimizer)
 
     def restore(
@@ -162,8 +162,7 @@ def epochs(size: int, seed: int) -> Iterator[int]:
 
 def read_demonstrations(path: Path) -> list[Demonstration]:
     """Read a JSONL of {"messages": [{"role", "content"}, ...]}: one demonstration for each
-    assistant message. ValueError, with file and line, for a row that does not end with the
-    assistant."""
+    assistant message. ValueError for a row that does not end with the assistant."""
     if not path.is_file():
         raise ValueError(f"sft.data: {path}: no such file")
     examples = []

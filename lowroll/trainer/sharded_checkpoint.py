@@ -53,7 +53,6 @@ def follow(ranks: Ranks, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
 
 
 def _write_share(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], ranks: Ranks) -> int:
-    """Write a share and return its errno; 0 for none."""
     try:
         write_part(folder, tensors, ranks.rank, ranks.size)
     except Exception as error:

@@ -48,10 +48,9 @@ def restore(
     state: Mapping[str, Any],
     critic: Critic | None = None,
 ) -> None:
-    """Restore the `capture` of all ranks in place, bitwise, also from another number of ranks.
+    """Restore the `capture` of all ranks in place, bitwise, and requantize an aligned model.
 
-    Requantizes an aligned model. ValueError, before anything changes, for a parameter that is
-    missing, unknown or mis-shaped, or a different weight scaling.
+    ValueError, before anything changes, for other parameters or a different weight scaling.
     """
     saved = tensors["model"]
     ranks = optimizer.ranks

@@ -94,7 +94,6 @@ class LearnSettings:
 
     @property
     def reduction(self) -> dict[str, Any]:
-        """Options of the reduction, for the policy and the KL term."""
         return {
             name: (self.objective.options | dict(self.options))[name]
             for name in ("reduce", "max_length")

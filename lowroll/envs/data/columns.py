@@ -29,7 +29,7 @@ COMPLETIONS = ("completion", "response", "messages")
 
 @dataclass(frozen=True)
 class DataTask:
-    """A parsed row. The prompt has no demonstration; all columns are JSON data."""
+    """A parsed row as JSON data. The prompt has no demonstration."""
 
     prompt: str | list[Message]
     answer: Any = None
@@ -81,8 +81,6 @@ def _json_columns(row: Mapping[str, Any]) -> dict[str, Any]:
 def _find_column(
     row: Mapping[str, Any], named: str | None, usual: Sequence[str], where: str, what: str
 ) -> tuple[str | None, Any]:
-    """Return (column, value) of the named column, else of the first usual one with a value, else
-    (None, None). ValueError for a missing named one."""
     if named is not None:
         return named, _value_at(row, named, where, what)
     for name in usual:

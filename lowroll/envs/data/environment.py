@@ -93,8 +93,8 @@ class Data(Environment):
         return size
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Return a row's prompt. `info` has the columns and the rollouts' data (`takes`) that the
-        reward functions take, and the gold answer if that alone is scored."""
+        """Return a row's prompt. `info` has what the reward functions take, and the gold answer if
+        that alone is scored."""
         self.check_task(index, split)
         row_index = self.rows.at(split, index)
         task = self.rows[split][row_index]
@@ -163,8 +163,6 @@ class Data(Environment):
         return f"\\boxed{{{perturb(prompt.info['answer'])}}}"
 
     def _task(self, row: dict[str, Any], where: str) -> DataTask | None:
-        """Return a row, None for one with an empty answer. ValueError if nothing can score it or
-        train on it."""
         task = self.columns.task(row, where)
         self._check_kind(task, where)
         if not self.is_graded:

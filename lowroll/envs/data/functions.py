@@ -1,8 +1,7 @@
 """Reward functions: Python functions of responses (docs/data.md).
 
-A function with a parameter `completions` gets all responses to one prompt, as in TRL, and returns
-as many rewards; any other gets one response and returns one. Both take any column by name. None
-means "does not apply".
+A function with a parameter `completions` gets all responses to one prompt, as in TRL; any other
+gets one. A reward of None means that the function does not apply.
 """
 
 from __future__ import annotations
@@ -393,8 +392,7 @@ def _import_module(file: Path | None, home: str) -> ModuleType:
 
 
 def answer(text: str, answer: str | None = None) -> float:
-    r"""Return 1 when the final answer, in `\boxed{}` or after `####`, equals the gold one;
-    else 0."""
+    r"""Return 1 when the final answer equals the gold one, else 0."""
     if answer is None:
         raise ValueError("the row has no answer; give reward_funcs, or name its column")
     final_answer = last_answer(bounded(text))

@@ -41,8 +41,8 @@ class DataSource:
 
 
 def read(spec: str | Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Return a split's rows. spec: a path, or the fields of a `DataSource`. ValueError names the
-    invalid row, or the unreadable data set."""
+    """Return a split's rows. spec: a path, or the fields of a `DataSource`. ValueError for
+    unreadable data."""
     keys = [field.name for field in fields(DataSource)]
     settings: Mapping[str, Any] = {"path": spec} if isinstance(spec, str) else spec
     source = DataSource(**{key: settings[key] for key in keys if settings.get(key) is not None})

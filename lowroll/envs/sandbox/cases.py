@@ -32,16 +32,16 @@ class Case:
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """Resource limits of a program. `seconds`, `memory_mb` and `files` are per process, the others
-    for all together."""
+    """Resource limits of a program (docs/code.md). `seconds`, `memory_mb` and `files` are per
+    process, the others for all together."""
 
-    seconds: float = 4.0  # CPU time per case
+    seconds: float = 4.0
     wall_seconds: float = 6.0
-    total_seconds: float = 8.0  # later cases are timeouts
+    total_seconds: float = 8.0
     memory_mb: int = 512
-    processes: int = 8  # with threads and the program itself
+    processes: int = 8
     files: int = 64
-    output_kb: int = 4096  # per case, with standard error
+    output_kb: int = 4096
     disk_mb: int = 64  # of /tmp, which is in memory
 
     def __post_init__(self) -> None:
@@ -69,7 +69,6 @@ class CaseResults:
 
     @property
     def share(self) -> float:
-        """The share of passed cases."""
         return self.count("passed") / len(self.results)
 
     @property

@@ -27,7 +27,7 @@ ENV = {
 }
 START_LIMIT = 20.0
 SLACK = 5.0  # seconds for the sandbox's own work
-MAX_SAID = 500  # characters of the sandbox's own errors
+MAX_SAID = 500  # characters
 
 
 @dataclass(frozen=True)

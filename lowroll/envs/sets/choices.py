@@ -70,7 +70,6 @@ def choice(text: str, options: int) -> str | None:
 
 
 def _listed_options(env: Choices, row: dict[str, Any], where: str) -> tuple[list[str], int | None]:
-    """Return the options of a row's list, and the right one's position; None without an answer."""
     key = column(row, env.row, "options", where)
     options, labels = row[key], list(LETTERS)
     if isinstance(options, dict):  # ARC: {"text": [...], "label": [...]}

@@ -63,7 +63,6 @@ class Verifiers(Environment):
         return None if self._of(split).endless else self.tasks(split).size()
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Return a task; each training epoch has a fresh order."""
         self.check_task(index, split)
         task_index, size = index, self.size(split)
         if size == 0:

@@ -22,7 +22,7 @@ from lowroll.checkpoint.files import write_file
 
 log = logging.getLogger(__name__)
 
-# of files here, packages, and extras
+# names of files here, packages, and extras
 NAMES = ("wandb", "tensorboard", "trackio", "mlflow")
 TRACKED_FILE = "tracked.json"
 MOST_WAITING = 1000
@@ -143,7 +143,6 @@ class _Thread:
                 log.warning("track: %s is too slow: records are left out there", self.name)
 
     def end(self) -> None:
-        """Wait for the thread, bounded."""
         self.thread.join(CLOSE_LIMIT)
         if self.thread.is_alive():
             log.warning(
