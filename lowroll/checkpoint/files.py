@@ -37,7 +37,7 @@ def read_file(path: Path) -> bytes:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file atomically: after an error or a crash it has the old content or the new one."""
+    """Write a file atomically: after a crash it has the old content or the new one."""
     path = Path(path)
     tmp = path.with_name(f".tmp-{path.name}")
     with naming(path):

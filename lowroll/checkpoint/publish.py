@@ -44,7 +44,7 @@ class DamagedError(ValueError):
 
 
 class DiskFullError(OSError):
-    """A full disk; nothing was published and the partial data is removed."""
+    """A full disk; nothing was published and no partial data is left."""
 
 
 class NotSyncedError(OSError):

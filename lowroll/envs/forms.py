@@ -2,7 +2,7 @@ r"""The form of a final answer (list, set, tuple or interval, union, relation, e
 
 Forms are compared part by part: brackets must match, tuples keep their order, lists and sets are
 multisets. `x \ge 3` is the interval `[3,\infty)`; `1 \pm \sqrt 2` is a list of two. `1,2` is not
-the point `(1,2)`, but `x=1, y=2` is. Leaves are compared as text, numbers, words, then expressions.
+the point `(1,2)`, but `x=1, y=2` is. An implication equals only another with equal sides.
 """
 
 from __future__ import annotations

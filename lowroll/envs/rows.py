@@ -106,8 +106,8 @@ class SplitRows(Generic[T]):
 
     @cached_property
     def _parts(self) -> tuple[list[T], list[T]]:
-        """Return the usable rows of the train split, and the held-out ones. ValueError when all are
-        equal."""
+        """Return the usable rows of the train split, and the held-out ones. ValueError when equal
+        rows leave nothing to hold out."""
         source = self.sources["train"]
         if source is None:
             return [], []

@@ -7,9 +7,8 @@
           {"id", "scores": [...]}, {"id", "messages"} (null: done) or {"id", "error", "message"};
           {"id", "doing"} may precede it, for a timeout's message
 
-Replies use a private file descriptor, so a scorer may print. Only the pool and this loop know the
-id. The worker dies with its parent: the kernel signals its reaper (`reaper`, Linux), or its input
-ends.
+Replies use a private file descriptor, so a scorer may print. The worker dies with its parent: the
+kernel signals its reaper (`reaper`, Linux), or its input ends.
 """
 
 from __future__ import annotations

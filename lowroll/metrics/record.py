@@ -51,6 +51,7 @@ class Recorder:
 
     @property
     def last_step(self) -> int:
+        """The last record's step, or -1."""
         return self._last
 
     def write(self, step: int, metrics: Mapping[str, float]) -> Record:

@@ -9,16 +9,15 @@ PPO, J_t = keep_t v_t s_t:
     icepop    v_t = 0 outside of (low, high), in the place of cap    arXiv 2510.18855
     normalize v_t divided by its mean over the tokens of the batch, the rejected ones included
 
-    reject    keep_t = 0 where a statistic of d = behavior - proximal leaves its bounds: k1 = d, k2 = d^2 / 2,
-              k3 = exp(-d) + d - 1, estimators of KL(behavior || proximal)
+    reject    keep_t = 0 where k1, k2 or k3 (`kl`) of d = behavior - proximal leaves its bounds
                 token_k1, token_k2, token_k3              rejects the token
                 seq_sum_*, seq_mean_*, seq_max_k2/k3      rejects the sequence
               k2 and k3 have an upper bound. k1 has two, on exp(k1), the *inverse* of w: seq_mean_k1
               with a tight band such as (.999, 1.001) is geometric rejection.
     veto      rejects a sequence of which any w_t < veto             Sparse-RL eq. 6 with 1e-4
     repair    "mask": of such a sequence, only the tokens from the first w_t < veto on; for `sparse` alone
-    bypass    the sampler is the proximal policy: s_t clips exp(learner - behavior), v_t = 1, and rejections use the
-              learner's mismatch. Without rejections this is `is`.
+    bypass    the sampler is the proximal policy: s_t clips exp(learner - behavior), v_t = 1, and
+              rejections use the learner's mismatch
 
 Unlike in verl, rejected tokens stay in every denominator. For verl's token-mean, pass `counts` of
 `CorrectionWeights.kept_N`.

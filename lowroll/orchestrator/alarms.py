@@ -1,6 +1,4 @@
-"""Signs that a run continues without learning: limits of a step's statistics, and canaries, which
-score each environment's gold and perturbed answers.
-"""
+"""Signs that a run continues without learning: limits of a step's statistics, and canaries."""
 
 from __future__ import annotations
 

@@ -51,6 +51,7 @@ class Dialogue(Request):
         return self.sized(Request(**values))
 
     def sized(self, request: Request) -> Request:
+        """Limit a request to the tokens left in the sequence."""
         return replace(request, max_tokens=min(self.max_tokens, self.room(len(request.prompt_ids))))
 
     def room(self, length: int) -> int:
@@ -86,11 +87,13 @@ class ConversationState:
 
     @property
     def said(self) -> list[Message]:
+        """All messages, the prompt's included."""
         assert self.dialogue.prompt is not None
         return [*self.dialogue.prompt.messages, *self.messages]
 
     @property
     def named(self) -> str:
+        """Environment and prompt, for error messages."""
         assert self.dialogue.prompt is not None
         return f"env {self.dialogue.prompt.env!r}, {self.dialogue.prompt.id}"
 

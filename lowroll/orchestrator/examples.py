@@ -29,7 +29,7 @@ class ExampleResponse:
     """One response, or its side of a conversation.
 
     `text`: of the last turn. `tokens`: the number of all drawn. `messages`: those after the prompt.
-    `failed`: its environment's error. `token_ids`: for a scorer that takes them.
+    `failed`: its environment's error.
     """
 
     text: str
@@ -47,7 +47,7 @@ class ExampleResponse:
 
 @dataclass
 class Example:
-    """One task and its responses, in sample order. `id` is the request's."""
+    """One task and its responses, in sample order."""
 
     id: str
     prompt: Prompt

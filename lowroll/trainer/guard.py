@@ -7,7 +7,7 @@
     ratio         mismatch/weight_max above a bound
     nonfinite     one of these is not finite, or an update was skipped
 
-The average is m <- m + (x - m) / 10. After `patience` alarmed steps in a row the action follows.
+After `patience` alarmed steps in a row the action follows.
 
 Under a budget (`rollout.weights: {max_kl:...}`) a KL alarm first has the formats chosen again; if
 the choice is the same, the action follows, and the next choice waits twice as long.
@@ -24,9 +24,9 @@ from lowroll.checkpoint.store import check_pieces
 from lowroll.quant.formats import get_format
 from lowroll.quant.table import OWN
 
-BASELINE = 5  # steps
-HORIZON = 10  # steps
-MAX_TIGHTENED = 3
+BASELINE = 5  # steps whose mean KL is the baseline
+HORIZON = 10  # steps of the moving average
+MAX_TIGHTENED = 3  # more would prevent learning
 TIGHTENING = 0.5  # the power on the objective's bounds
 ALARMS = ("ess", "kl", "rejected", "ratio", "nonfinite")
 TOO_FAR = (
@@ -163,6 +163,7 @@ class Guard:
         return self.waited > self.wait
 
     def state(self) -> dict[str, Any]:
+        """Return JSON data for a bitwise `restore`."""
         return {name: getattr(self, name) for name in STATE}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -33,8 +33,8 @@ RMS = 0.2  # of an update, relative to the learning rate
 
 
 def hidden_matrices(model: Transformer) -> dict[str, tuple[int, ...]]:
-    """Return the names of the weights that Muon trains (linear layers and adapters), each with the
-    heights of the matrices stacked in it. AdamW trains the rest."""
+    """Return the names of the weights that Muon trains, each with the heights of the matrices
+    stacked in it. AdamW trains the rest."""
     heights_by_name: dict[str, tuple[int, ...]] = {}
     for name, linear in model.linears():
         heights_by_name[f"{name}.weight"] = tuple(linear.parts.values())

@@ -34,6 +34,8 @@ COUNTERS = ("num_steps", "num_updates", "refused_in_a_row")
 
 @dataclass(frozen=True)
 class OptimSettings:
+    """Settings of the `train` section; `total_steps` is its max_steps."""
+
     learning_rate: float = 1e-5
     lr_scheduler_type: str = "constant"
     warmup_steps: int = 0
@@ -46,7 +48,7 @@ class OptimSettings:
     optimizer: str = "adamw"
 
 
-DECAYS = {  # share of the way from full to minimal rate that remains at progress p
+DECAYS = {  # remaining share of the way from full to minimal rate at progress p
     "constant": lambda p: 1.0,
     "linear": lambda p: 1.0 - p,
     "cosine": lambda p: 0.5 * (1.0 + math.cos(math.pi * p)),

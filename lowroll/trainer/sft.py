@@ -3,7 +3,8 @@
 With y the response of a demonstration, end-of-turn id included, and N the response tokens of the
 batch, a step ascends
 
-    J(theta) = 1/N sum over demonstrations sum_t log pi(y_t | x, y_<t),        sft/loss = -J, in nats a token
+    J(theta) = 1/N sum over demonstrations sum_t log pi(y_t | x, y_<t)
+    sft/loss = -J, in nats a token
 """
 
 from __future__ import annotations

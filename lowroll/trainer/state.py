@@ -6,7 +6,7 @@ tensors["critic"], tensors["critic_optimizer"], state["critic"]   the same of PP
 state["optimizer"]       training steps, updates applied, updates refused in a row
 state["version"]         policy version of the weights
 state["last_step"]       the last batch consumed: an older one is refused
-state["uaq_scale"]       the scale that the weights carry (`model.scaling`): they are never scaled twice
+state["uaq_scale"]       the scale of the weights (`model.scaling`), which are never scaled twice
 """
 
 from __future__ import annotations

@@ -58,6 +58,7 @@ class RewardModel:
         """Do nothing: a reward model takes no columns."""
 
     def prepare(self) -> None:
+        """Load the model; ValueError without a head of one output."""
         if self._loaded is None:
             self._loaded = self._load()
 

@@ -36,11 +36,7 @@ def cases(column: str) -> list[dict[str, Any]]:
 
 
 def pickled_text(data: bytes) -> str:
-    """Return the text of a pickle of protocol 2 to 5; ValueError for one that holds more.
-
-    An opcode has one byte, followed by its argument; a text's argument is its size in bytes,
-    little-endian, and the bytes.
-    """
+    """Return the text of a pickle of protocol 2 to 5; ValueError for one that holds more."""
     offset, text = 0, None
     while offset < len(data):
         opcode = data[offset]

@@ -77,7 +77,7 @@ class EvalSet:
     licence: str
     subset: str | None = None
     columns: Columns = field(default_factory=lambda: _WORDED)
-    shuffled: bool = False  # the right option is the first
+    shuffled: bool = False  # the right option is the row's first one
     checked: str = "id and columns as others name them; not fetched"
 
     @property

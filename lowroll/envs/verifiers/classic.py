@@ -55,6 +55,7 @@ class Classic(VerifiersSource):
         return json.dumps(task, sort_keys=True, default=str)
 
     async def judge(self, task: Any, turns: list[Message]) -> Score:
+        """Score these turns; ValueError for a reward function that raised."""
         state = await self._run(task, turns, scored=True)
         with _logged_failures() as failed:
             await self.env.rubric.score_rollout(state)

@@ -74,6 +74,7 @@ class Tasksets(VerifiersSource):
         return str(task.key)
 
     async def judge(self, task: Any, turns: list[Message]) -> Score:
+        """Score these turns; ValueError for a missing reward."""
         trace = await self._run(task, turns, scored=True)
         missing = [name for name, reward in trace.rewards.items() if reward is None]
         if missing or not trace.rewards:
