@@ -1,8 +1,7 @@
 """Advantages from rewards: lists of floats, standard library only.
 
-`TABLE[name](rewards, lengths)` estimates one group's advantages; `lowroll.objectives.table` names
-each algorithm's estimator. `overlong` is DAPO's length penalty; `gae`, `place` and `whiten` are for
-PPO.
+`TABLE[name](rewards, lengths)` estimates one group's advantages. `overlong` is DAPO's length
+penalty; `gae`, `place` and `whiten` are for PPO.
 """
 
 from lowroll.advantages.gae import gae, place, whiten

@@ -25,8 +25,8 @@ from lowroll.advantages.group import Estimator, Rewards
 
 
 def load(import_path: str, kwargs: Mapping[str, Any] | None = None) -> Estimator:
-    """Load the function of "path/to/file.py:function" with its keyword arguments, and check what it
-    returns. ValueError names what is wrong with the path, the file or the arguments."""
+    """Load the function of "path/to/file.py:function" with its keyword arguments. ValueError for an
+    unusable path, file or argument."""
     path, colon, name = import_path.partition(".py:")
     file = Path(path + ".py").resolve()
     if not colon or not name.isidentifier():
@@ -53,8 +53,6 @@ def load(import_path: str, kwargs: Mapping[str, Any] | None = None) -> Estimator
 def _checked_advantages(
     name: str, function: Estimator, rewards: Rewards, lengths: Sequence[int] | None = None
 ) -> list[float]:
-    """Return the function's advantages. ValueError, with its name, unless there is one finite
-    number per rollout."""
     try:
         advantages = list(function(list(rewards), None if lengths is None else list(lengths)))
     except Exception as error:

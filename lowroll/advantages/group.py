@@ -1,6 +1,4 @@
-"""Advantages from the rewards r_1..r_G of one prompt's rollouts, with the group as the baseline.
-
-Each token gets its rollout's advantage.
+"""Advantages of one prompt's rollouts from their rewards r_1..r_G, with the group as the baseline.
 
     grpo             A_i = (r_i - mean) / (std + eps), std with G-1     GRPO, arXiv 2402.03300 sec. 4.1; eps as in verl
     grpo_no_std      A_i = r_i - mean                                   Dr. GRPO, arXiv 2503.20783 sec. 3.2
@@ -8,12 +6,12 @@ Each token gets its rollout's advantage.
     gae              A_i = r_i                                          PPO: the critic's values are the baseline
     length_weighted  A_i = r_i - sum_j r_j len_j / sum_j len_j          Surogate's `length_weighted_mean`
 
-Rules shared by all of them but `gae`, which compares nothing:
-1. A reward of None (the scorer could not score) leaves the statistics, and its rollout gets 0.0.
+Rules for all of them but `gae`:
+1. A reward of None (a failed score) is left out, and its rollout gets 0.0.
 2. Equal rewards give exactly 0.0.
-3. A request for a single rollout (G = 1) has no group: mean 0 and std 1, so A = r (verl's convention).
-   A larger group with only one scored reward gets 0.0.
-4. Every other reward counts, also that of a rollout which is masked or filtered later.
+3. A single rollout (G = 1) gets A = r (verl's convention). A larger group with only one scored
+   reward gets 0.0.
+4. The reward of a rollout that is masked or filtered later counts.
 """
 
 from __future__ import annotations
@@ -28,8 +26,7 @@ Estimator = Callable[[Rewards, Sequence[int] | None], list[float]]
 def grpo(
     rewards: Rewards, lengths: Sequence[int] | None = None, *, eps: float = 1e-6
 ) -> list[float]:
-    """Return (r - mean) / (std + eps), std with ddof 1. `lengths` and the errors are those of
-    `rloo`."""
+    """Return (r - mean) / (std + eps), std with ddof 1. Errors as `rloo`."""
 
     def normalise(scored: list[float]) -> list[float]:
         centred = _centre(scored)
@@ -40,13 +37,12 @@ def grpo(
 
 
 def grpo_no_std(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float]:
-    """Return r - mean. `lengths` and the errors are those of `rloo`."""
+    """Return r - mean. Errors as `rloo`."""
     return _estimate(rewards, _centre)
 
 
 def rloo(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float]:
-    """Return r - mean of the others. `lengths` is ignored. ValueError for an empty group or a
-    non-finite reward."""
+    """Return r - mean of the others. ValueError for an empty group or a non-finite reward."""
 
     def leave_one_out(scored: list[float]) -> list[float]:
         return [c * len(scored) / (len(scored) - 1) for c in _centre(scored)]
@@ -56,10 +52,7 @@ def rloo(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float]:
 
 def length_weighted(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float]:
     """Return r - sum(r len) / sum(len). `lengths` are response lengths in tokens, one per reward.
-
-    ValueError when lengths are missing, of the wrong count, negative, or zero for every scored
-    rollout.
-    """
+    ValueError for missing or invalid lengths."""
     if lengths is None or len(lengths) != len(rewards):
         raise ValueError(
             f"lengths: one for each of the {len(rewards)} rewards is needed, got "
@@ -82,7 +75,7 @@ def length_weighted(rewards: Rewards, lengths: Sequence[int] | None = None) -> l
 
 
 def reward(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float]:
-    """Return the reward itself, 0.0 for None. `lengths` and the errors are those of `rloo`."""
+    """Return the reward itself, 0.0 for None. Errors as `rloo`."""
     _check_rewards(rewards)
     return [0.0 if r is None else float(r) for r in rewards]
 
@@ -102,7 +95,6 @@ def _centre(scored: list[float]) -> list[float]:
 
 
 def _check_rewards(rewards: Rewards) -> None:
-    """Raise ValueError for an empty group or a reward that is not finite."""
     if not rewards:
         raise ValueError("rewards: the group is empty")
     for index, r in enumerate(rewards):
@@ -111,7 +103,6 @@ def _check_rewards(rewards: Rewards) -> None:
 
 
 def _estimate(rewards: Rewards, estimate: Callable[[list[float]], list[float]]) -> list[float]:
-    """Apply `estimate` to the scored rewards under the module's rules."""
     _check_rewards(rewards)
     scored = [float(r) for r in rewards if r is not None]
     if len(rewards) == 1:

@@ -1,3 +1,3 @@
-"""Checkpoints and other folders that are whole or absent. Nothing is pickled: tensors are
-safetensors, everything else is JSON.
+"""Checkpoints and other folders that are whole or absent. Tensors are safetensors, everything else
+is JSON; nothing is pickled.
 """

@@ -29,16 +29,15 @@ class Space:
 
     def write(self, path: Path, action: Callable[[], Result]) -> Result:
         """Run `action`, which writes `path`, until the disk has space. A failing action must leave
-        nothing behind. RunFailed names the path at the timeout, and at once for any other system
-        error."""
+        nothing behind. RunFailed at the timeout, and at once for another system error."""
         started = time.monotonic()
-        last_logged_s = -REMIND  # since the start; negative until the first line
+        last_logged_s = -REMIND
         pause_s = FIRST_PAUSE
         while True:
             try:
                 result = action()
                 break
-            except FileExistsError:  # of the caller's, no matter of space
+            except FileExistsError:  # the caller's, not of space
                 raise
             except OSError as error:
                 waited_s = time.monotonic() - started
@@ -54,14 +53,13 @@ class Space:
                 )
             time.sleep(min(pause_s, self.seconds - waited_s))
             pause_s = min(2 * pause_s, LONGEST_PAUSE)
-        if last_logged_s >= 0:  # it waited
+        if last_logged_s >= 0:
             log.warning(
                 "there is room again after %.0f s: %s is written", time.monotonic() - started, path
             )
         return result
 
     def _refuse_to_wait(self, error: OSError, path: Path, waited_s: float) -> None:
-        """Raise RunFailed after the timeout, and for an error other than a full disk."""
         if not is_disk_full(error):
             raise RunFailed(
                 f"{_describe_error(error, path)}. What was committed before is intact: mend the "

@@ -1,8 +1,7 @@
 """Named points at which a test kills the process or breaks the disk.
 
 `LOWROLL_FAULT=name:kill` turns the point `faultpoint(name)` into SIGKILL, `name:enospc` into "no
-space left on device", `name:eio` into "input/output error". Observers see the points that an
-operation passes.
+space left on device", `name:eio` into "input/output error".
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ observers: list[Callable[[str], None]] = []
 
 
 def faultpoint(name: str) -> None:
-    """Pass the point `name`. An operation's names are unique: in a loop they contain the item's
-    name."""
+    """Pass the point `name`, unique within an operation."""
     for observer in observers:
         observer(name)
     setting = os.environ.get(VARIABLE)

@@ -13,7 +13,7 @@ from pathlib import Path
 from lowroll.checkpoint.fault_injection import faultpoint
 
 _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-_MACHINE_ERRNOS = (  # errors of the machine: the same call can succeed later, or elsewhere
+_MACHINE_ERRNOS = (  # the same call can succeed later, or elsewhere
     *_DISK_FULL_ERRNOS,
     errno.EIO,
     errno.ESTALE,
@@ -25,7 +25,7 @@ _MACHINE_ERRNOS = (  # errors of the machine: the same call can succeed later, o
     errno.ENOLCK,
     errno.ETIMEDOUT,
 )
-_RUST_OS_ERROR = re.compile(r"\(os error ([0-9]+)\)")  # safetensors' wording of system errors
+_RUST_OS_ERROR = re.compile(r"\(os error ([0-9]+)\)")  # safetensors' wording
 
 
 def read_file(path: Path) -> bytes:
@@ -37,7 +37,7 @@ def read_file(path: Path) -> bytes:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file atomically: after an error or a crash it has the old content or the new one."""
+    """Write a file atomically: after a crash it has the old content or the new one."""
     path = Path(path)
     tmp = path.with_name(f".tmp-{path.name}")
     with naming(path):

@@ -1,5 +1,4 @@
-"""A line of JSON that shows when it was damaged: `{"step": 3, "reward/mean": 0.4, "crc":
-"9cf16ae5"}`.
+"""A line of JSON with a checksum: `{"step": 3, "reward/mean": 0.4, "crc": "9cf16ae5"}`.
 
 `crc` is the CRC-32 of the line without that field, in hexadecimal: it finds every change of up to
 32 neighbouring bits. Where the order of lines matters the sum begins with the line's number.
@@ -25,8 +24,8 @@ def seal(line: bytes, number: int = 0) -> bytes:
 
 
 def unseal(line: bytes, number: int = 0) -> tuple[bytes, bool]:
-    """Return (what was sealed, True), or (the line, False) without a checksum. ValueError when the
-    two disagree."""
+    """Return (what was sealed, True), or (the line, False) without a checksum. ValueError for
+    damage."""
     match = _CHECKSUM_SUFFIX.search(line)
     if match is None:
         return line, False
@@ -39,10 +38,10 @@ def unseal(line: bytes, number: int = 0) -> tuple[bytes, bool]:
 
 
 def unseal_lines(data: bytes) -> bytes:
-    """Return the content of a file whose lines are all sealed with their numbers from 1 on, or all
-    not. ValueError names the first damaged line."""
+    """Return the content of a file whose lines are all sealed with their numbers, or all not.
+    ValueError names the first damaged line."""
     contents: list[bytes] = []
-    are_sealed: bool | None = None  # known from the first line that is not empty
+    are_sealed: bool | None = None
     for number, line in enumerate(data.split(b"\n"), 1):
         if not line:
             contents.append(line)

@@ -1,7 +1,7 @@
 """Exclusive ownership of a run folder.
 
-The kernel frees the `flock` on `.lock` when its owner dies, and its forked children. The file is an
-append-only list of attempts, one JSON line each; the line count is the attempt number, a fencing
+The kernel frees the `flock` on `.lock` when its owner and the owner's forked children have ended.
+The file lists the attempts, one JSON line each; the line count is the attempt number, a fencing
 token for names and logs.
 """
 
@@ -20,11 +20,11 @@ from lowroll.checkpoint.files import naming, write_all
 from lowroll.types import RunFailed
 
 LOCK = ".lock"
-NAME_S = 1.0  # timeout for the new holder's name
+NAME_S = 1.0  # seconds
 
 
 class RunLockedError(RunFailed):
-    """Another process owns the run folder."""
+    """A run folder that another process owns."""
 
 
 def refuse_locked(folder: Path) -> None:
@@ -42,8 +42,8 @@ def refuse_locked(folder: Path) -> None:
 
 
 class RunLock:
-    """Exclusive ownership of a run folder, which is created. `attempt` counts the launches on it,
-    from 1. RunLockedError when another process owns it."""
+    """Exclusive ownership of a run folder, which is created. RunLockedError when another process
+    owns it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
@@ -58,7 +58,6 @@ class RunLock:
         self.attempt = self._append_attempt()
 
     def _append_attempt(self) -> int:
-        """Append this launch to the lock file; return its number."""
         content = _read(self._descriptor)
         attempt = len(content.splitlines()) + 1
         entry = {
@@ -76,7 +75,7 @@ class RunLock:
         return attempt
 
     def release(self) -> None:
-        """Release the folder; safe to call twice."""
+        """Release the folder; idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -98,8 +97,7 @@ def _read(descriptor: int) -> bytes:
 
 
 def _describe_holder(descriptor: int) -> str:
-    """Describe the last holder. A new one may still be writing its name, after that of an ended
-    process."""
+    """Describe the last holder, after a wait for a new one to write its name."""
     deadline = time.monotonic() + NAME_S
     while (entry := _last_entry(descriptor)) is None or _has_ended(entry):
         if time.monotonic() > deadline:

@@ -13,7 +13,7 @@ _ERROR = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception|error): \S")
 _SECONDARY_ERROR = re.compile(
     r"root cause|EngineDeadError|See stack trace|RequestCancelled|CancelledError"
 )
-_MAX_BYTES = 1 << 18  # bytes read from the log's end
+_MAX_BYTES = 1 << 18  # from the log's end
 _NUMBER = re.compile(r"[0-9.]+(e[-+]?[0-9]+)?", re.ASCII)
 _WARNING_LINE = re.compile(r"^\S+ \S+ (?:WARNING|ERROR|CRITICAL) \S+: (.*)$")
 
@@ -34,17 +34,17 @@ def last_error(log: Path, since: int = 0) -> str:
 
 
 class Warnings:
-    """Warnings and errors in the logs `<name>_<attempt>.log`: the first of each kind, the text
+    """New warnings and errors in the logs `<name>_<attempt>.log`: the first of each kind, the text
     without numbers."""
 
     def __init__(self, folder: Path, *names: str) -> None:
         self.folder = folder
         self.names = names
-        self._read = {path: path.stat().st_size for path in self._logs()}  # bytes
+        self._read = {path: path.stat().st_size for path in self._logs()}
         self._kinds: set[str] = set()
 
     def new(self) -> list[str]:
-        """Return the lines since the last call, without those present at the start."""
+        """Return the lines since the last call."""
         new_lines: list[str] = []
         for path in self._logs():
             offset = self._read.get(path, 0)

@@ -5,7 +5,7 @@
 A dead process leaves the finished folder, or a `.tmp-lowroll-*` that no reader opens and the next
 writer removes, since its flock is free. The fsyncs order the data before the name, against power
 loss (Pillai et al., OSDI 2014). The manifest has size and SHA-256 of every file, because neither
-safetensors nor the file system notices a flipped bit or a zeroed tail.
+safetensors nor the file system notices a flipped bit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lowroll.types import printable
 log = logging.getLogger(__name__)
 
 MANIFEST = "MANIFEST.json"
-TEMPORARY = ".tmp-lowroll-"  # leftovers of this name are removed
+TEMPORARY = ".tmp-lowroll-"
 FORMAT = 1
 _CHUNK = 1 << 20
 _MAX_MANIFEST_BYTES = 16 << 20
@@ -40,24 +40,24 @@ _MAX_DIGEST_THREADS = 16
 
 
 class DamagedError(ValueError):
-    """A published folder was damaged."""
+    """A damaged published folder."""
 
 
 class DiskFullError(OSError):
-    """The disk filled up; nothing was published and the partial data is removed."""
+    """A full disk; nothing was published and no partial data is left."""
 
 
 class NotSyncedError(OSError):
-    """The folder is published, but its sync to disk failed."""
+    """A published folder that could not be synced to disk."""
 
 
 def publish_folder(dest: Path, write: Callable[[Path], None], meta: dict[str, Any]) -> Path:
     """Publish the folder `dest` with the files that `write(folder)` creates; return `dest`. meta:
     JSON data for the manifest.
 
-    FileExistsError for an existing `dest`, before anything is written. If `write` raises, its
+    FileExistsError for an existing `dest`, before anything is written. After another error the
     partial folder is removed; a full disk becomes DiskFullError, another system error an OSError
-    with the path. NotSyncedError when the folder exists, but could be lost with the power.
+    with the path. NotSyncedError when only the last sync failed.
     """
     dest = Path(dest)
     _check_absent(dest)
@@ -168,13 +168,11 @@ def remove_leftovers(folder: Path) -> None:
 
 @contextmanager
 def _temporary_sibling(dest: Path) -> Iterator[Path]:
-    """Yield a new, locked folder beside `dest`. After an error it is removed; a full disk becomes
-    DiskFullError, another system error an OSError with the path."""
     tmp, descriptor = _lock_new_sibling(dest)
     try:
         yield tmp
     except BaseException as error:
-        shutil.rmtree(tmp, ignore_errors=True)  # the first error is reported
+        shutil.rmtree(tmp, ignore_errors=True)
         if is_disk_full(error):
             free = shutil.disk_usage(dest.parent).free
             raise DiskFullError(
@@ -193,14 +191,14 @@ def _temporary_sibling(dest: Path) -> Iterator[Path]:
 
 
 def _lock_new_sibling(dest: Path) -> tuple[Path, int]:
-    """Make a folder beside `dest`, and return it and the descriptor that locks it. Another writer
-    may remove it before it is locked: then the next name is tried."""
+    """Make and lock a folder beside `dest`; return it and the lock's descriptor. If another writer
+    removes it first, try another name."""
     for _ in range(16):
         tmp = dest.parent / f"{TEMPORARY}{dest.name}-{secrets.token_hex(4)}"
         tmp.mkdir(mode=0o755)
         try:
             descriptor = os.open(tmp, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:  # it was removed before it was opened
+        except FileNotFoundError:
             continue
         except OSError:
             tmp.rmdir()
@@ -210,7 +208,7 @@ def _lock_new_sibling(dest: Path) -> tuple[Path, int]:
             if tmp.exists():  # else it was removed before it was locked
                 return tmp, descriptor
         except BlockingIOError:
-            pass  # another writer has locked it and is about to remove it
+            pass  # another writer is about to remove it
         os.close(descriptor)
     raise RuntimeError(f"{dest.parent}: could not keep a temporary folder, other writers remove it")
 
@@ -230,7 +228,6 @@ def _check_absent(dest: Path) -> None:
 
 
 def _file_names(folder: Path) -> list[str]:
-    """Return the folder's files. ValueError for what is no regular file."""
     names = []
     for path in sorted(folder.rglob("*")):
         mode = path.lstat().st_mode
@@ -244,8 +241,6 @@ def _file_names(folder: Path) -> list[str]:
 
 
 def _read_manifest(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Return a manifest's files (name -> size and sha256) and meta. DamagedError when it is
-    missing, or not as it was written."""
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):  # a FIFO would block
@@ -273,7 +268,6 @@ def _read_manifest(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any
 
 
 def _check_entry(path: Path, name: str, entry: object) -> None:
-    """Raise DamagedError for a name outside of the folder, or without size and digest."""
     if "\0" in name or name in ("", ".") or Path(name).is_absolute() or ".." in Path(name).parts:
         raise DamagedError(f"{path}: {printable(repr(name))} is no file of the folder")
     if (

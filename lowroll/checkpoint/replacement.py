@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 def foreign_in(folder: Path, contents: bool = True) -> str:
     """Describe the first unpublished or changed thing in a folder, or return "". contents: read
-    every byte, to find changed files."""
+    every byte."""
     if folder.is_symlink() or not folder.is_dir():
         return f"{folder}: not a published folder"
     try:
@@ -80,8 +80,8 @@ def settle_folder(dest: Path) -> None:
 
 
 def remove_published(folder: Path, trash: Path) -> None:
-    """Remove a published folder. trash: a folder of the same disk, in which a dead process leaves
-    it for the next writer."""
+    """Remove a published folder by way of `trash`, a folder of the same disk, which the next writer
+    cleans after a crash."""
     trash_folder = trash / f"{TEMPORARY}{folder.name}-{secrets.token_hex(4)}"
     os.rename(folder, trash_folder)
     faultpoint("replace.trashed")

@@ -3,8 +3,7 @@
 Processes that hold shards write `<name>.1of2.safetensors` and so on into the same folder. A
 tensor's rows are its parts' in order, so any number of processes can read them.
 
-A checkpoint exists whole or not at all (`publish`). `load()` returns the newest undamaged one; an
-empty store raises: a run never restarts from scratch by accident. A checkpoint is removed only
+An empty store raises: a run never restarts from scratch by accident. A checkpoint is removed only
 after a newer one was synced, read back and verified.
 """
 
@@ -54,12 +53,11 @@ class Pieces:
         self.shape = (sum(map(len, pieces)), *pieces[0].shape[1:])
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
-        """Return the rows of a slice without a step."""
         import torch
 
         start, stop, _ = rows.indices(self.shape[0])
         slices = []
-        first_row = 0  # of the piece
+        first_row = 0
         for piece in self.pieces:
             slices.append(piece[max(start - first_row, 0) : max(stop - first_row, 0)])
             first_row += len(piece)
@@ -68,12 +66,12 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint, tensors on the CPU as they were saved."""
+    """A verified checkpoint, tensors on the CPU."""
 
     step: int
-    tensors: dict[str, dict[str, Any]]  # a torch.Tensor, or Pieces
+    tensors: dict[str, dict[str, Any]]
     state: dict[str, Any]
-    meta: dict[str, Any]  # the writer's facts: versions, hashes, attempt
+    meta: dict[str, Any]  # of the writer: versions, hashes, attempt
     path: Path
 
 
@@ -123,10 +121,9 @@ class Store:
     ) -> Path:
         """Publish checkpoint `step`, verify it from disk, then apply the retention rule.
 
-        parts: the number of processes with shards; `tensors` are then the first one's, and
-        share(folder) has the others `write_part` theirs. ValueError for state that JSON would
-        change (NaN, tuples, other keys than strings). FileExistsError when `step` exists,
-        NotSyncedError when it could not be read back.
+        parts: the number of processes with shards; share(folder) makes the others `write_part`
+        theirs. ValueError for state that JSON would change, such as NaN or tuples. FileExistsError
+        when `step` exists, NotSyncedError when it could not be read back.
         """
         text = _encode_state(state)
 
@@ -220,11 +217,10 @@ class Store:
         return Checkpoint(step, tensors, state, meta, path)
 
     def _apply_retention(self, newest: int) -> None:
-        """Remove what is not kept. After an error the next save tries again."""
         if self.keep_last is None:
             return
         older = [step for step in self.steps() if step < newest]
-        num_superseded = max(0, len(older) - (self.keep_last - 1))  # the newest is one of keep_last
+        num_superseded = max(0, len(older) - (self.keep_last - 1))
         try:
             self.clean()
             for step in older[:num_superseded]:
@@ -237,7 +233,6 @@ class Store:
             )
 
     def _holds_foreign(self, step: int) -> bool:
-        """Return whether a checkpoint's folder holds what no save wrote, with a warning."""
         foreign = foreign_in(self.path(step), contents=False)
         if foreign:
             log.warning("%s: the folder stays", foreign)
@@ -247,7 +242,7 @@ class Store:
         self.clean()
         name = _folder_name(step)
         trash = self.folder / f"{TRASH}{name}"
-        os.rename(self.folder / name, trash)  # hidden from readers first
+        os.rename(self.folder / name, trash)  # hides it from readers first
         faultpoint(f"store.trashed/{name}")
         shutil.rmtree(trash)
         faultpoint(f"store.removed/{name}")
@@ -303,7 +298,6 @@ def _encode_state(state: dict[str, Any]) -> str:
 
 
 def _check_json(value: object, where: str) -> None:
-    """Raise ValueError unless JSON preserves `value`."""
     if type(value) is dict:
         for key, item in value.items():
             if type(key) is not str:
@@ -338,14 +332,14 @@ def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _read_tensors(path: Path, name: str) -> dict[str, Any]:
-    """Return the tensors of a file by name; of one in parts, those with rows in several parts as
-    Pieces. DamagedError when parts are missing."""
+    """Return the tensors of a file, or of its parts; those with rows in several parts are Pieces.
+    DamagedError when parts are missing."""
     from safetensors.torch import load_file
 
     whole_file = path / f"{name}.safetensors"
     if whole_file.is_file():
         return dict(load_file(whole_file))
-    part_counts = []  # stated by the names of first parts
+    part_counts = []
     for file in published_files(path):
         if match := re.fullmatch(rf"{name}\.1of([0-9]+)\.safetensors", file):
             part_counts.append(int(match[1]))

@@ -1,7 +1,7 @@
-"""Limits on the size of an answer, checked before evaluation.
+"""Limits on the size of an answer.
 
-`refuse_text` checks what the parser evaluates (binomials, determinants) or nests too deep;
-`refuse_tree` bounds the numbers of the unevaluated tree.
+`refuse_text` checks what the parser itself evaluates; `refuse_tree` bounds the numbers of the
+unevaluated tree.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from math import inf, log2, prod
 import sympy
 
 MAX_BITS = 100_000  # bits of a number
-MAX_ARGUMENT = 10_000  # largest argument of a function that the parser evaluates
-MAX_DEPTH = 20  # nested braces and brackets
-MAX_BARS = 16  # bars of absolute values, whose nesting is ambiguous
-MAX_ROWS, MAX_ENTRIES = 4, 64  # rows of a determinant, entries of a matrix
+MAX_ARGUMENT = 10_000  # largest argument that the parser evaluates
+MAX_DEPTH = 20  # nested brackets
+MAX_BARS = 16  # absolute values, whose nesting is ambiguous
+MAX_ROWS, MAX_ENTRIES = 4, 64
 
 EAGER = re.compile(r"\\(binom|Gamma|gcd|lcm|operatorname)(?![A-Za-z])")
 ARGUMENT = re.compile(r"\s*(?:\{((?:[^{}]|\{[^{}]*\})*)\}|\(([^()]*)\)|(\S))")
@@ -35,7 +35,7 @@ class AnswerTimeout(BaseException):
 
 
 def refuse_text(text: str) -> None:
-    """Raise Costly for a text that is too deep, or whose parsing is too expensive."""
+    """Raise Costly for a text that is nested too deep, or too expensive to parse."""
     depth = 0
     for sign in text:
         depth += (sign in "([{") - (sign in ")]}")
@@ -71,7 +71,7 @@ def _is_large(argument: str) -> bool:
 
 
 def refuse_tree(tree: object, unfinished: bool = False) -> None:
-    """Raise Costly for a too large number or (unless `unfinished`) a sum, an integral or a
+    """Raise Costly for a too large number or, unless `unfinished`, a sum, an integral or a
     limit."""
     if isinstance(tree, sympy.MatrixBase):
         for entry in tree:
@@ -84,8 +84,7 @@ def refuse_tree(tree: object, unfinished: bool = False) -> None:
 
 
 def _bits(tree: object) -> float:
-    """Return a rough upper bound, in bits, of the largest number that an evaluation of the tree
-    makes. A fraction's bits are those of its numerator and denominator together."""
+    """Return a rough upper bound, in bits, of the largest number in the tree's evaluation."""
     if isinstance(tree, sympy.Rational):
         return log2(max(abs(int(tree.p)), 1)) + log2(int(tree.q))
     if isinstance(tree, sympy.Float):
@@ -96,7 +95,7 @@ def _bits(tree: object) -> float:
     if isinstance(tree, (sympy.Pow, sympy.MatPow)):
         base_bits, exponent_bits = bits
         if not base_bits:
-            return exponent_bits  # a base of 1 or -1 stays small
+            return exponent_bits  # a base of 1 or -1
         exponent = _value_bound(tree.args[1], exponent_bits)
         return max(exponent_bits, base_bits * max(1, exponent))
     if isinstance(tree, sympy.exp):
@@ -105,7 +104,7 @@ def _bits(tree: object) -> float:
         value = _value_bound(tree.args[0], bits[0])
         return value * log2(value + 2)  # n! < n^n
     if isinstance(tree, sympy.binomial):
-        return _value_bound(tree.args[0], bits[0])  # a binomial of n is below 2^n
+        return _value_bound(tree.args[0], bits[0])  # below 2^n
     return sum(bits)
 
 

@@ -5,7 +5,7 @@ An answer is the number on the last valid `#### 72` line (GSM8K) or the content 
 dollars`. There is no fallback to the text's last number: RL exploits a lenient extractor.
 
 Equality is tested by spelling (`notation`), by parts (`forms`), then as expressions (`expressions`)
-of a size bounded by `answer_limits`, within `MAX_SECONDS` of CPU time.
+of a size bounded by `answer_limits`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import pairwise
 from lowroll.envs.notation import plain, quantity, stated_number, tidy, unboxed
 from lowroll.envs.time_limit import limited
 
-MAX_ANSWER = 1000  # characters: a longer "final answer" is wrong by rule
+MAX_ANSWER = 1000  # characters; a longer one is wrong by rule
 MAX_SECONDS = 2.0  # CPU time for one answer
 
 HASH = re.compile(r"####[^\n]*")
@@ -33,8 +33,6 @@ JOINT = re.compile(r"[,;]|\band\b|\bor\b")
 
 @dataclass(frozen=True)
 class _Box:
-    """A box and its place in a text. content: None where it never closes."""
-
     start: int
     end: int
     content: str | None
@@ -47,7 +45,6 @@ def hash_answer(text: str) -> str | None:
 
 
 def _last_hash_line(text: str) -> tuple[int, str] | None:
-    """Return (position, number) of the last valid `####` line, or None."""
     for line in reversed(list(HASH.finditer(text))):
         content = line[0].rpartition("####")[2]
         if len(content) <= MAX_ANSWER and (number := stated_number(content)) is not None:
@@ -56,8 +53,7 @@ def _last_hash_line(text: str) -> tuple[int, str] | None:
 
 
 def boxed_answer(text: str, joined: bool = True) -> str | None:
-    r"""Return the content of the last outer `\boxed{...}` or `\boxed x`; None without one or with
-    unclosed braces.
+    r"""Return the content of the last outer `\boxed{...}` or `\boxed x`, or None.
 
     A preceding minus sign belongs to it; with `joined`, so do boxes joined by "and", "or" or a
     comma.
@@ -90,7 +86,6 @@ def _outer_boxes(text: str) -> list[_Box]:
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    """Return the position of each opening brace's closing one."""
     open_braces: list[int] = []
     closing = {}
     for token in BRACES.finditer(text):
@@ -102,8 +97,6 @@ def _closing_braces(text: str) -> dict[int, int]:
 
 
 def _read_box(text: str, command: re.Match[str], closing: dict[int, int]) -> _Box:
-    r"""Return the box of a `\boxed` command, with or without braces. closing: as of
-    `_closing_braces`."""
     start, inside = command.span()
     if text[inside : inside + 1] == "{":
         if inside not in closing:
@@ -123,8 +116,7 @@ def _read_box(text: str, command: re.Match[str], closing: dict[int, int]) -> _Bo
 
 
 def last_answer(text: str, joined: bool = True) -> str | None:
-    """Return the last answer in the text, after `####` or in a box, or None. joined: as of
-    `boxed_answer`."""
+    """Return the last answer in the text, after `####` or in a box, or None."""
     text = plain(text)
     hash_line = _last_hash_line(text)
     box = boxed_answer(text, joined)
@@ -143,15 +135,15 @@ def same_number(gold: str, answer: str) -> bool | None:
 
 
 class Unjudged(Exception):
-    """An answer that cannot be parsed or evaluated within the limits; it is wrong."""
+    """An answer that cannot be parsed or evaluated within the limits."""
 
 
 def equal(gold: str, answer: str, ordered: bool = False) -> bool:
-    r"""Return whether an extracted answer equals the gold answer, both LaTeX or plain text.
-    `ordered`: the order of a list without brackets counts.
+    r"""Return whether an extracted answer equals the gold answer. With `ordered` the order of a
+    list without brackets counts.
 
     Units and text around a formula are ignored, and 50\% is both 50 and 0.5. Raises Unjudged when
-    the answer is at fault; another exception is the gold answer's or this program's fault.
+    the answer is at fault, other exceptions when the gold answer is.
     """
     gold, answer = gold.strip(), answer.strip()
     if gold == answer:
@@ -161,7 +153,7 @@ def equal(gold: str, answer: str, ordered: bool = False) -> bool:
     same_numbers = same_number(gold, answer)
     if same_numbers:
         return True
-    # they import sympy, which only formulas need
+    # only formulas need these, which import sympy
     from lowroll.envs import answer_limits, expressions, forms
 
     try:
@@ -173,7 +165,7 @@ def equal(gold: str, answer: str, ordered: bool = False) -> bool:
         raise Unjudged(f"{type(error).__name__}: {error}"[:200]) from error
 
 
-for _module in ("math_verify.parser", "math_verify.grader"):  # whose time limits are not used
+for _module in ("math_verify.parser", "math_verify.grader"):
     logging.getLogger(_module).addFilter(
         lambda said: "Timeout is disabled" not in said.getMessage()
     )

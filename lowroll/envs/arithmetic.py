@@ -74,7 +74,6 @@ class Arithmetic(GeneratedEnvironment):
         return text[1:-1], {"answer": str(value), "steps": lines}
 
     def _expression(self, rng: Random, steps: int, lines: list[str]) -> tuple[str, int]:
-        """Return the text and the value of a drawn expression, and add its steps to `lines`."""
         if steps == 0:
             value = rng.randint(1, self.max_operand)
             return str(value), value

@@ -4,8 +4,7 @@
 sees the same task. `score(prompt, text)` is pure too; an exception becomes a ScoreError, never a
 reward of 0.
 
-A generated task is in the test split if the first byte of its text's SHA-256 is below 64, so splits
-are always disjoint.
+A hash of a generated task's text decides its split, so that splits are disjoint.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from lowroll.types import Message, Prompt, Score
 
 SPLITS = ("train", "test")
 MAX_TEXT = 50_000  # scored characters of a response
-TEST_BYTES = 64  # of 256: the share of generated tasks that is held out
-MAX_DRAWS = 200  # failed draws before the task space counts as too small
-NUM_FAILURES = 5  # examples that a Validation keeps
+TEST_BYTES = 64  # of 256: the held-out share of generated tasks
+MAX_DRAWS = 200  # failed draws, after which the task space counts as too small
+NUM_FAILURES = 5
 
 
 def bounded(text: str) -> str:
@@ -34,19 +33,18 @@ def bounded(text: str) -> str:
 
 
 def split_of(text: str) -> str:
-    """Return a generated task's split, "train" or "test"."""
+    """Return a generated task's split, by the first byte of its SHA-256."""
     return "test" if hashlib.sha256(text.encode()).digest()[0] < TEST_BYTES else "train"
 
 
 def assistant_turns(prompt: Prompt, messages: list[Message]) -> list[Message]:
-    """Return the assistant's messages of a conversation, without those of the prompt."""
+    """Return the assistant's messages after the prompt."""
     later_messages = messages[len(prompt.messages) :]
     return [message for message in later_messages if message["role"] == "assistant"]
 
 
 def judge(env: Environment, prompt: Prompt, said: str | list[Message]) -> Score:
-    """Score a response or a conversation. InvalidScore names a wrong return value; the scorer's
-    exceptions pass."""
+    """Score a response or a conversation. InvalidScore for a wrong return value."""
     score = (
         env.score(prompt, said) if isinstance(said, str) else env.score_conversation(prompt, said)
     )
@@ -55,7 +53,7 @@ def judge(env: Environment, prompt: Prompt, said: str | list[Message]) -> Score:
 
 @dataclass(frozen=True)
 class Validation:
-    """The outcome of `Environment.validate` over `count` tasks."""
+    """The outcome of `Environment.validate`."""
 
     env: str
     split: str
@@ -63,7 +61,7 @@ class Validation:
     gold_accepted: int
     gold_missing: int  # tasks without a gold or a perturbed answer
     perturbed_rejected: int
-    failures: tuple[str, ...] = ()  # the first NUM_FAILURES, one line each
+    failures: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -71,18 +69,17 @@ class Validation:
 
 
 class Environment(ABC):
-    """The base class of environments. Subclasses take keywords of their own, and validate them."""
+    """An environment. Subclasses take keywords of their own, and validate them."""
 
     exact = False  # no partial rewards, so a perturbed answer must score 0
-    # the score of a response that exceeds the pool's time limit; None: an error
+    # the score of a response that exceeds the time limit; None: an error
     overtaxed: Score | None = None
     together = False  # `score_together` scores all responses to a prompt
-    # set by a worker: reports what a slow scorer is doing
+    # a worker sets it, to learn what a slow scorer is doing
     tell: Callable[[str], object] = staticmethod(lambda doing: None)
-    max_turns = 1  # turns of the assistant; with 1 `respond` is never called
-    # tokens of a whole conversation with its prompt; None: the run's limit
+    max_turns = 1  # with 1 `respond` is never called
+    # of a conversation with its prompt; None: the run's limit
     max_sequence_tokens: int | None = None
-    # JSON schemas of callable functions, for the chat template
     tools: Sequence[dict[str, Any]] = ()
     curriculum: Curriculum | None = None  # its tasks have their level as `info["level"]`
 
@@ -95,8 +92,7 @@ class Environment(ABC):
 
     @abstractmethod
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Return task number `index` (0, 1, ...) of a split. ValueError for one that is not
-        there."""
+        """Return task number `index` (0, 1, ...) of a split. ValueError if there is none."""
 
     @abstractmethod
     def score(self, prompt: Prompt, text: str) -> Outcome:
@@ -109,8 +105,8 @@ class Environment(ABC):
         """Return new messages (user, tool or system) after the assistant's, or None when done; may
         be async.
 
-        It must be pure: a turn may be requested again, in another process. Exceptions become a
-        ScoreError of the sample. `max_turns` bounds the calls.
+        It must be pure, as a turn may be requested again in another process. Exceptions become a
+        ScoreError.
         """
         return None
 
@@ -127,8 +123,7 @@ class Environment(ABC):
 
     @abstractmethod
     def gold(self, prompt: Prompt) -> str:
-        """Return a response with a reward of 1 (also the SFT demonstration), or raise
-        NotImplementedError."""
+        """Return a response with a reward of 1, or raise NotImplementedError."""
 
     @abstractmethod
     def perturbed(self, prompt: Prompt) -> str:
@@ -150,7 +145,7 @@ class Environment(ABC):
             raise ValueError(f"env {self.name!r}: index must be >= 0, got {index}")
 
     def rng(self, split: str, index: int, draw: int = 0) -> Random:
-        """Return the generator of one draw of a task. ValueError as of `check_task`."""
+        """Return the generator of one draw of a task."""
         self.check_task(index, split)
         return Random(f"{type(self).__name__}/{self.seed}/{split}/{index}/{draw}")
 
@@ -160,8 +155,8 @@ class Environment(ABC):
         return Prompt(id=f"{split}/{index}", env=self.name, messages=messages, info=info)
 
     def validate(self, count: int = 64, split: str = "train") -> Validation:
-        """Score the gold and the perturbed response of the first `count` tasks of a split, here and
-        without time limits. A scorer that raises counts as a failure."""
+        """Score the gold and the perturbed response of the first `count` tasks. A scorer that
+        raises counts as a failure."""
         size = self.size(split)
         count = count if size is None else min(count, size)
         accepted = missing = rejected = 0
@@ -190,7 +185,7 @@ class Environment(ABC):
     def _reward_or_error(self, prompt: Prompt, text: str) -> float | str:
         try:
             return judge(self, prompt, text).reward
-        except Exception as error:  # failures of a scorer are reported
+        except Exception as error:
             return f"{type(error).__name__}: {error}"
 
 
@@ -202,7 +197,6 @@ class GeneratedEnvironment(Environment):
         """Draw a task: its text, and the JSON data for the scorer."""
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Return task number `index` of a split. ValueError when the split has no tasks."""
         for draw in range(MAX_DRAWS):
             text, info = self.task(self.rng(split, index, draw))
             if split_of(text) == split:

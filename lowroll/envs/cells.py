@@ -1,8 +1,8 @@
 """Files for classes, functions and rows that a notebook or script puts into its settings.
 
 Scoring workers are fresh processes without pickle, so the text of a class or function is written to
-a file with the functions, classes, imports and plain constants that it uses. Values without text
-(an open client, a tensor, a lambda) are refused by name. Rows become JSON lines.
+a file with the functions, classes, imports and plain constants that it uses. Values without text,
+such as an open client, are refused. Rows become JSON lines.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lowroll.envs.data.columns import ODD, plain
 from lowroll.envs.data.rows import TEST_SPLITS
 
 MAIN = "__main__"
-ROWS = ("data", "path", "test_path")  # keys whose values may be rows
+ROWS = ("data", "path", "test_path")
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class CellReference:
 
 
 def replaced(tree: Any, write: Callable[[Any], str]) -> Any:
-    """Return settings with `write(value)` in the place of Environment classes, functions, and rows at
-    their keys. An environment gets its class's name, unless the settings give one."""
+    """Return settings with `write(value)` in the place of classes, functions and rows. An
+    environment gets its class's name, unless the settings give one."""
     if isinstance(tree, Mapping):
         values = {}
         for key in tree:
-            last_key = str(key).rpartition(".")[2]  # of a dotted path, such as env.args.data
+            last_key = str(key).rpartition(".")[2]
             values[key] = _replaced_value(last_key, tree[key], write)
         environment: Any = tree.get("id")
         return {"name": environment.__name__, **values} if _is_environment(environment) else values
@@ -67,9 +67,8 @@ def _replaced_value(key: str, value: Any, write: Callable[[Any], str]) -> Any:
         return str(value)
     if key in ROWS and value is not None and not isinstance(value, str | Mapping):
         return write(value)
-    if key == "data" and isinstance(value, Mapping) and "train" in value:  # several splits
+    if key == "data" and isinstance(value, Mapping) and "train" in value:
         test_split = next((name for name in TEST_SPLITS if name in value), None)
-        # the test rows are written first
         test_path = {} if test_split is None else {"test_path": write(value[test_split])}
         return {"path": write(value["train"]), **test_path}
     return replaced(value, write)
@@ -80,11 +79,8 @@ def _is_environment(value: object) -> bool:
 
 
 def named(value: Any, folder: Path) -> CellReference:
-    """Return the id of a class or function, or the path of rows, with its file in `folder`, named
-    by a digest.
-
-    ValueError for a value, or something it uses, without text or name.
-    """
+    """Return the id of a class or function, or the path of rows, with its file in `folder`.
+    ValueError for what has no text or name."""
     if not callable(value):
         return _rows_reference(value, folder)
     if isinstance(value, type | types.FunctionType | types.MethodType | types.BuiltinFunctionType):
@@ -105,7 +101,7 @@ def _definition_reference(value: Any, folder: Path) -> CellReference:
 
 
 def as_file(value: type[Environment] | types.FunctionType, folder: Path) -> tuple[Path, str | None]:
-    """Return (file, None) for an importable class or function, else a file in `folder` and its
+    """Return (file, None) for an importable class or function, else a new file in `folder` and its
     text."""
     if value.__module__ != MAIN:
         return Path(inspect.getfile(value)).resolve(), None
@@ -114,8 +110,6 @@ def as_file(value: type[Environment] | types.FunctionType, folder: Path) -> tupl
 
 
 def _object_reference(value: Callable[..., Any], folder: Path) -> CellReference:
-    """Return the reference of a callable object that a global holds, or of a partial function.
-    ValueError for any other."""
     if (global_name := _global_of(value)) is not None:
         module, name = global_name
         if module.__name__ != MAIN:
@@ -134,14 +128,12 @@ def _object_reference(value: Callable[..., Any], folder: Path) -> CellReference:
 
 
 def _import_place(module: types.ModuleType) -> str:
-    """Return what a worker imports a module by: its file if it is in no package, else its name."""
     file = getattr(module, "__file__", None)
     is_single_file = file is not None and not getattr(module, "__package__", "")
     return str(Path(str(file)).resolve()) if is_single_file else module.__name__
 
 
 def _global_of(value: object) -> tuple[types.ModuleType, str] | None:
-    """Return (module, name) of the global that holds an object, the main module last."""
     modules = sorted(sys.modules.items(), key=lambda item: item[0] == MAIN)
     for _, module in modules:
         if isinstance(module, types.ModuleType):
@@ -152,8 +144,6 @@ def _global_of(value: object) -> tuple[types.ModuleType, str] | None:
 
 
 def _object_source(name: str) -> str:
-    """Return the module text of the statement that assigns a global of the main module, with all
-    that it uses."""
     definitions: dict[str, str] = {}
     main_globals = vars(sys.modules[MAIN])
     text = _last_statement(name, [], lambda node: name in _assigned_names(node))
@@ -165,8 +155,6 @@ def _object_source(name: str) -> str:
 
 
 def _partial_source(value: Any) -> str:
-    """Return the module text of a partial function under its function's name. ValueError for an
-    argument without text."""
     function = value.func
     name = function.__name__
     for argument in (*value.args, *value.keywords.values()):
@@ -184,7 +172,7 @@ def _partial_source(value: Any) -> str:
     _collect_definition(name, function, name, definitions)
     keyword_texts = [f"{key}={argument!r}" for key, argument in value.keywords.items()]
     argument_texts = ", ".join([name, *map(repr, value.args), *keyword_texts])
-    # a key of its own, as `name` has the function's definition
+    # a separate key, as `name` has the function's definition
     definitions[f"{name}()"] = f"{name} = functools.partial({argument_texts})"
     return _module_text(name, definitions, _has_annotations(function))
 
@@ -202,7 +190,6 @@ def _digest_path(folder: Path, name: str, text: str, suffix: str) -> Path:
 
 
 def _refuse_nameless(value: Any) -> None:
-    """Raise ValueError for an object that a worker cannot find."""
     if not isinstance(value, types.FunctionType):
         raise ValueError(
             f"reward_funcs: {value!r} is no function of its own, and workers find functions by name; "
@@ -233,7 +220,7 @@ def _refuse_nameless(value: Any) -> None:
 
 
 def _rows_reference(value: Any, folder: Path) -> CellReference:
-    if hasattr(value, "to_dict") and hasattr(value, "iterrows"):  # a pandas DataFrame
+    if hasattr(value, "to_dict") and hasattr(value, "iterrows"):
         value = value.to_dict("records")
     if not isinstance(value, Iterable):
         raise ValueError(f"data: must be a path, a mapping or rows, got {value!r}")
@@ -257,7 +244,6 @@ def source(value: type[Environment] | types.FunctionType) -> str:
 
 
 def _has_annotations(value: type | types.FunctionType) -> bool:
-    """Return whether the text was compiled with `from __future__ import annotations`."""
     return any(
         member.__code__.co_flags & __future__.annotations.compiler_flag
         for member in (value, *vars(value).values())
@@ -275,8 +261,7 @@ def _module_text(name: str, parts: Mapping[str, str], annotations: bool) -> str:
 
 
 def _collect_definition(name: str, value: object, user: str, parts: dict[str, str]) -> None:
-    """Add the text of a name, and before it of all that it uses, to `parts`, texts by name.
-    ValueError names `user`, which uses a value without text."""
+    """Add the text of a name to `parts`, behind all that it uses."""
     if name in parts:
         return
     if getattr(value, "__module__", None) == MAIN and isinstance(value, type | types.FunctionType):
@@ -286,7 +271,7 @@ def _collect_definition(name: str, value: object, user: str, parts: dict[str, st
         for used_name in _global_names(text):
             if used_name in main_globals and not _is_builtin(used_name, main_globals[used_name]):
                 _collect_definition(used_name, main_globals[used_name], value.__name__, parts)
-        del parts[name]  # and added again, behind what it uses
+        del parts[name]  # moved behind what it uses
         parts[name] = text if value.__name__ == name else f"{text}\n\n{name} = {value.__name__}"
     elif isinstance(value, types.ModuleType):
         parts[name] = f"import {value.__name__} as {name}"
@@ -310,7 +295,6 @@ def _is_builtin(name: str, value: object) -> bool:
 
 
 def _import_name(name: str, value: object) -> tuple[str, str] | None:
-    """Return (module, name) to import an object from, or None."""
     module = getattr(value, "__module__", None)
     if not isinstance(module, str) or module == MAIN:
         return None
@@ -325,7 +309,6 @@ def _import_name(name: str, value: object) -> tuple[str, str] | None:
 
 
 def _is_literal(value: object) -> bool:
-    """Return whether a value's repr is a literal that gives it back."""
     try:
         return bool(ast.literal_eval(repr(value)) == value)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
@@ -333,7 +316,6 @@ def _is_literal(value: object) -> bool:
 
 
 def _definition_text(value: type | types.FunctionType) -> str:
-    """Return a main-module definition's text; ValueError when it was not kept."""
     members = [value] if isinstance(value, types.FunctionType) else list(vars(value).values())
     code_files = [
         member.__code__.co_filename for member in members if isinstance(member, types.FunctionType)
@@ -347,9 +329,8 @@ def _definition_text(value: type | types.FunctionType) -> str:
 
 
 def _last_statement(name: str, files: Iterable[str], defines: Callable[[ast.stmt], bool]) -> str:
-    """Return the text of the last top-level statement that defines a name: in the first of these
-    files, the script and the notebook's cells, the latest first, that has one. ValueError for
-    none."""
+    """Return the last top-level definition of a name, from the first source that has one: `files`,
+    the script, the notebook's cells from the latest on."""
     script = getattr(sys.modules[MAIN], "__file__", None)
     script_files = [script] if script else []
     for file in dict.fromkeys([*files, *script_files, *reversed(linecache.cache)]):
@@ -367,15 +348,14 @@ def _last_statement(name: str, files: Iterable[str], defines: Callable[[ast.stmt
 
 
 def _statements(text: str) -> list[ast.stmt]:
-    """Return the top-level statements of a text; [] for a syntax error."""
     try:
         return ast.parse(text).body
-    except SyntaxError:  # for example a cell with magic commands
+    except SyntaxError:  # such as a cell with magic commands
         return []
 
 
 def _global_names(text: str) -> list[str]:
-    """Return the names that a text uses and does not define, in it or in functions inside it."""
+    """Return the names that a text uses and does not define."""
 
     def walk(table: symtable.SymbolTable) -> Iterator[str]:
         is_module = table.get_type() == "module"

@@ -1,13 +1,13 @@
 """chain: carry a running sum through many rounds of a table that the prompt gives once.
 
 A task is a table of amounts, a start, a modulus and a number of rounds, such as `a=3 b=7 from 5 mod
-10, 2 rounds`. The gold response writes the sum after each amount and ends with the last sum:
+10, 2 rounds`. The gold response writes the sum after each amount:
 
     1: a8 b5
     2: a8 b5
     #### 5
 
-Totals that share a factor with the modulus cycle early and are not drawn.
+Totals that share a factor with the modulus cycle early, so they are not drawn.
 
 Reward = (1 - step_weight) * right + step_weight * prefix: `right` is 1 when the number after the
 last `####` is the last sum, `prefix` is the share of sums before the first wrong one.
@@ -29,7 +29,7 @@ TEMPLATE = (
     "{text}\nAdd the amounts in turn, round by round. Write a line for each round, such as "
     "1: a8 b5, with every new sum after its letter, and then the last sum after ####."
 )
-MAX_SUMS = 5000  # bounded by the scored text
+MAX_SUMS = 5000
 SUM = re.compile(r"([a-z])(\d{1,4})")
 
 

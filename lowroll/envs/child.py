@@ -24,20 +24,17 @@ SET_ENV = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 PR_SET_PDEATHSIG = 1
-FEW = 8  # children that any machine may run
-A_CORE = 64  # children per core: most of them wait for a judge model
+FEW = 8
+A_CORE = 64  # children, most of which wait for a judge model
 CHILD_MB = 64  # memory of a child that imported sympy
-CHILD_FILES = 4  # file descriptors of a child
+CHILD_FILES = 4
 
 
 def start(
     module: str, stderr: int, pass_env: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Run `python -m module <pid of this process>` with pipes for input and output, as a session
-    leader.
-
-    Its environment is `machine.KEEP_ENV` and `pass_env`: no keys or tokens.
-    """
+    """Run `python -m module <pid of this process>` with pipes, as a session leader. Its environment
+    is `machine.KEEP_ENV` and `pass_env`, without keys or tokens."""
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(
@@ -52,8 +49,7 @@ def start(
 
 
 def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Make the kernel send `number` to this child when its parent, the starting thread, dies, even
-    if the child hangs or is stopped."""
+    """Make the kernel send `number` to this child when the thread that started it dies."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:  # the parent died before prctl
@@ -61,8 +57,7 @@ def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def private_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Return (requests, replies) in the child; other output goes to standard error, other input is
-    empty."""
+    """Return (requests, replies) in the child; other output goes to standard error."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     with open(os.devnull, "rb") as null:
         os.dup2(null.fileno(), 0)

@@ -41,8 +41,7 @@ class CodeTask:
 
 
 class Code(Environment):
-    """Programs scored by hidden tests; metrics: `passed` (share of tests), `all_passed`, `timeouts`
-    and `crashes` (shares), `compile_error`, `has_program`."""
+    """Programs scored by hidden tests. docs/code.md lists the metrics."""
 
     def __init__(
         self,
@@ -108,7 +107,6 @@ class Code(Environment):
         return f"```python\n{self._solution(prompt)}\n```"
 
     def perturbed(self, prompt: Prompt) -> str:
-        """Return the solution with a changed output or result."""
         name = prompt.info["tests"][0][2]
         solution = self._solution(prompt)
         owner = "Solution." if "class Solution" in solution else ""
@@ -148,7 +146,7 @@ def _metrics(verdict: CaseResults | None) -> dict[str, float]:
 
 
 def task_of(row: dict[str, Any], where: str) -> CodeTask:
-    """Read a row. ValueError names file and line of one without a task or tests."""
+    """Read a row. ValueError for one without a task or tests."""
     question = next((row[key] for key in QUESTION_FIELDS if row.get(key)), None)
     if not isinstance(question, str) or not question.strip():
         raise ValueError(
@@ -173,7 +171,6 @@ def task_of(row: dict[str, Any], where: str) -> CodeTask:
 
 
 def _solution_of(row: dict[str, Any]) -> str:
-    """Return a row's first solution (text, list, or its JSON text), or ""."""
     value = next((row[key] for key in SOLUTION_FIELDS if row.get(key)), "")
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:

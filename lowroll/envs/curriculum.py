@@ -1,7 +1,7 @@
 """Difficulty that follows the measured reward (docs/tools.md).
 
-Position p is task p // levels of level p % levels, so `prompt` stays pure and the test split has
-all levels alike. The training level is in the run's ledger.
+Position p is task p // levels of level p % levels, so `prompt` stays pure. The training level is in
+the run's ledger.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Curriculum:
-    """An environment's levels and their rule. levels: their number; start: the first, from 0."""
+    """A rule over an environment's `levels`, counted from 0."""
 
     levels: int
     start: int = 0

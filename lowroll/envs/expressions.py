@@ -28,8 +28,8 @@ from lowroll.envs.notation import repeating, ungrouped
 
 log = logging.getLogger(__name__)
 
-DIGITS = 60  # digits of a value at a point
-DIGITS_ALONE = 240  # digits of a value without variables
+DIGITS = 60  # of a value at a point
+DIGITS_ALONE = 240  # of a value without variables
 AGREE = 2 / 3  # share of the digits in which equal values agree
 ROUNDED = 6  # significant digits of a decimal for an irrational number
 POINTS = 3
@@ -56,7 +56,7 @@ def equal(gold: str, answer: str) -> bool:
     """Return whether two formulas are equal.
 
     A gold answer too large to evaluate equals only its own spelling; one that cannot be parsed
-    equals nothing. The parser's errors for an answer pass; Costly for one too large.
+    equals nothing. The parser's errors for an answer pass.
     """
     fold = _can_ignore_case(gold, answer)
     gold_tree = _gold_tree(gold, fold)
@@ -75,11 +75,9 @@ def equal(gold: str, answer: str) -> bool:
 
 
 def proportion(gold: Sequence[str], answer: Sequence[str]) -> float | None:
-    r"""Return the sign of the constant factor between two equations or inequalities, or None
-    without one: 1.0 for `2x = 4` and `x = 2`. Each is given by its sides, (left, right).
-
-    An equation of numbers alone, `12 = 2^2 \cdot 3`, must be spelled alike.
-    """
+    r"""Return the sign of the constant factor between two equations or inequalities, given by their
+    sides, or None: 1.0 for `2x = 4` and `x = 2`. An equation of numbers alone must be spelled
+    alike."""
     fold = _can_ignore_case(" ".join(gold), " ".join(answer))
     gold_trees = [_gold_tree(side, fold) for side in gold]
     if not all(isinstance(tree, sympy.Expr) for tree in gold_trees):
@@ -98,13 +96,13 @@ def proportion(gold: Sequence[str], answer: Sequence[str]) -> float | None:
     factor = _constant_ratio(gold_difference, answer_difference)
     if factor is not None:
         return factor
-    # A quotient is zero where its numerator is, so equations with proportional numerators have the
-    # same solutions: `1/x = 2` and `1 = 2x`. The denominators of inequalities count as positive.
+    # Equations with proportional numerators have the same solutions: `1/x = 2` and `1 = 2x`. The
+    # denominators of inequalities count as positive.
     return _constant_ratio(_numerator(gold_difference), _numerator(answer_difference))
 
 
 def _difference(left: Any, right: Any) -> Any:
-    """Return left - right. It is not evaluated, which could take long."""
+    """Return left - right, unevaluated, as an evaluation could take long."""
     return sympy.Add(left, sympy.Mul(-1, right, evaluate=False), evaluate=False)
 
 
@@ -113,8 +111,7 @@ def _numerator(tree: Any) -> Any:
 
 
 def _can_ignore_case(gold: str, answer: str) -> bool:
-    """Return whether no letter of a text stands there in both cases, so that `X` and `x` can be the
-    same variable. The constants e and i do not count."""
+    """Return whether no text has a letter in both cases, apart from the constants e and i."""
     for text in (gold, answer):
         letters = set(re.sub(r"\\[A-Za-z]+", "", text)) - set("eEiI")
         if any(letter.isupper() and letter.lower() in letters for letter in letters):
@@ -123,7 +120,6 @@ def _can_ignore_case(gold: str, answer: str) -> bool:
 
 
 def _gold_tree(text: str, fold: bool) -> Any:
-    """Return a gold answer's tree; None when it cannot be parsed. GoldError for a timeout."""
     try:
         return _parse(text, fold)
     except AnswerTimeout as error:
@@ -161,8 +157,7 @@ def _is_unfinished(tree: Any) -> bool:
 
 
 def exact(tree: Any) -> Fraction | None:
-    """Return the exact value of a tree of rational numbers, with sums, products, integer powers and
-    factorials; None for any other tree."""
+    """Return the exact value of a tree of rational numbers; None for any other tree."""
     if isinstance(tree, sympy.Rational):
         return Fraction(int(tree.p), int(tree.q))
     if isinstance(tree, sympy.Float):
@@ -206,11 +201,7 @@ def _canonical_order(tree: Any) -> Any:
 
 
 def compare(a: Any, b: Any) -> bool | None:
-    """Return whether two trees are equal; None when numbers cannot decide.
-
-    Matrices are compared by their entries, rational numbers exactly, and other expressions by their
-    values at the points of `_value_pairs`.
-    """
+    """Return whether two trees are equal; None when numbers cannot decide."""
     if isinstance(a, sympy.MatrixBase) and isinstance(b, sympy.MatrixBase):
         if a.shape != b.shape:
             return False
@@ -235,8 +226,7 @@ def compare(a: Any, b: Any) -> bool | None:
 
 
 def _constant_ratio(a: Any, b: Any) -> float | None:
-    """Return the sign of a / b where it is the same at all points with values, at least two, or
-    None."""
+    """Return the sign of a / b if it is the same at two points or more, else None."""
     ratios = []
     for a_value, b_value in _value_pairs(a, b):
         if a_value is None or b_value is None:
@@ -260,8 +250,8 @@ def begins(text: str, number: str) -> bool:
 
 
 def rounds_to(text: str, tree: Any, cut: bool = False) -> bool:
-    """Return whether a decimal of at least ROUNDED significant digits is the rounding of a number
-    without finite decimals: 0.333333 for 1/3. `cut`: rounding towards zero counts too."""
+    """Return whether a decimal of at least ROUNDED significant digits rounds a number without
+    finite decimals. `cut`: rounding towards zero counts too."""
     significant_digits = text.replace(".", "").lstrip("-0")
     if DECIMAL.fullmatch(text) is None or len(significant_digits) < ROUNDED:
         return False
@@ -277,8 +267,6 @@ def rounds_to(text: str, tree: Any, cut: bool = False) -> bool:
 
 
 def _endless_value(tree: Any) -> Fraction | None:
-    """Return the value, to DIGITS digits if irrational, of a number without finite decimals; None
-    for any other tree."""
     value = exact(tree)
     if value is not None:
         return None if _is_decimal(value) else value
@@ -291,7 +279,6 @@ def _endless_value(tree: Any) -> Fraction | None:
 
 
 def _is_decimal(value: Fraction) -> bool:
-    """Return whether a fraction has finite decimals: its denominator has no primes but 2 and 5."""
     remaining = value.denominator
     for prime in (2, 5):
         while remaining % prime == 0:
@@ -312,7 +299,6 @@ def verified(gold: Any, answer: Any) -> bool:
 
 
 def _value_pairs(a: Any, b: Any) -> list[tuple[Any, Any]]:
-    """Return both trees' values at POINTS points, or their single values without variables."""
     a = _as_evaluable(a)
     b = _as_evaluable(b)
     names = sorted({symbol.name for symbol in a.free_symbols | b.free_symbols} - {"i"})
@@ -326,7 +312,6 @@ def _value_pairs(a: Any, b: Any) -> list[tuple[Any, Any]]:
 
 
 def _coordinate(name: str, point: int) -> Any:
-    """Return a rational of absolute value 1/4 to 4, positive at the first point."""
     rng = Random(f"{name}/{point}")
     value = sympy.Rational(rng.randrange(25_000, 400_000), 100_003)
     if point and rng.random() < 0.5:
@@ -335,8 +320,6 @@ def _coordinate(name: str, point: int) -> Any:
 
 
 def _as_evaluable(tree: Any) -> Any:
-    """Return the tree with fractions for decimals, and variables for unknown functions and
-    derivatives."""
     unknown = {
         subtree: sympy.Symbol(str(subtree))
         for subtree in tree.atoms(AppliedUndef, sympy.Derivative)
@@ -348,8 +331,6 @@ def _as_evaluable(tree: Any) -> Any:
 
 
 def _value_at(tree: Any, point: Mapping[str, Any], digits: int) -> Any:
-    """Return a tree's (possibly complex) value at a point; None when undefined or infinite. The
-    symbol `i` is the imaginary unit."""
     substitutions = {
         symbol: sympy.I if symbol.name == "i" else point[symbol.name]
         for symbol in tree.free_symbols
@@ -365,12 +346,10 @@ def _value_at(tree: Any, point: Mapping[str, Any], digits: int) -> Any:
 
 
 def _is_zero(value: Any) -> bool:
-    """Return whether a value is 0 or without correct digits."""
     return all(part == 0 or part.is_Float and part._prec < 60 for part in value.as_real_imag())
 
 
 def _values_agree(u: Any, v: Any, digits: int = DIGITS) -> bool:
-    """Return whether two complex values agree in the share AGREE of their digits."""
     if _is_zero(u) and _is_zero(v):
         return True
     u_real, u_imaginary = u.as_real_imag()

@@ -2,8 +2,7 @@ r"""The form of a final answer (list, set, tuple or interval, union, relation, e
 
 Forms are compared part by part: brackets must match, tuples keep their order, lists and sets are
 multisets. `x \ge 3` is the interval `[3,\infty)`; `1 \pm \sqrt 2` is a list of two. `1,2` is not
-the point `(1,2)`, but `x=1, y=2` is. An implication equals only another with equal sides. Leaves are
-compared as text, numbers, words, then expressions.
+the point `(1,2)`, but `x=1, y=2` is. An implication equals only another with equal sides.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from lowroll.envs.notation import (
     words,
 )
 
-MAX_PARTS = 40  # unmatched parts of an unordered list
+MAX_PARTS = 40  # unmatched, of an unordered list
 TOKEN = re.compile(r"\\begin|\\end|\\[{}]|\\[A-Za-z]+|.", re.DOTALL)
 COMMA = re.compile(r"[,;]")
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
@@ -40,7 +39,7 @@ BAR = re.compile(r"[|:]")
 RELATION = re.compile(r"\\(?:leq|geq|neq|approx|in)(?![A-Za-z])|[=<>]")
 FLIPPED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
 BELOW = ("<", r"\leq")
-LETTERED = re.compile(r"(?:\\text\{)?\s*\(\s*[A-Z]\s*\)")  # (B) 12
+LETTERED = re.compile(r"(?:\\text\{)?\s*\(\s*[A-Z]\s*\)")
 CONSTANT = re.compile(
     r"(?:[\d\s.,+\-*/^(){}%!e]|\\(?:frac|sqrt|pi|infty|cdot|times|ln|log|sin|cos|tan)(?![A-Za-z]))+"
 )
@@ -57,8 +56,7 @@ class Form:
 
 
 def pieces(text: str, separator: re.Pattern[str]) -> tuple[list[str], list[str]]:
-    """Cut a text at separators outside of all brackets into pieces and separators; unmatched
-    brackets prevent cuts."""
+    """Cut a text at separators outside of all brackets; return the pieces and the separators."""
     parts = []
     separators = []
     start = 0
@@ -79,8 +77,7 @@ def pieces(text: str, separator: re.Pattern[str]) -> tuple[list[str], list[str]]
 
 
 def wrapped(text: str) -> tuple[str, str] | None:
-    """Return (brackets, inside) of a text that is in one pair of brackets, ("()", "1,2") for
-    `(1,2)`; None for any other text."""
+    """Return (brackets, inside) of a text in one pair of brackets, or None."""
     opening = TOKEN.match(text)
     if opening is None:
         return None
@@ -89,7 +86,7 @@ def wrapped(text: str) -> tuple[str, str] | None:
         sign = token[0]
         depth += sign in ("(", "[", "{", r"\{")
         depth -= sign in (")", "]", "}", r"\}")
-        if depth <= 0:  # this sign closes the first one, or the first is no bracket
+        if depth <= 0:  # closes the first bracket, or the first sign is none
             if token.start() == 0 or token.end() < len(text):
                 return None
             return opening[0] + sign, text[opening.end() : token.start()]
@@ -101,7 +98,7 @@ def form(text: str) -> Form:
     """Return the form of a tidy text.
 
     The outermost structure counts: a pair of brackets, then an implication, a union, a list, a
-    relation. A text without any is a leaf.
+    relation.
     """
     text = text.strip()
     if (pair := wrapped(text)) is not None:
@@ -122,8 +119,8 @@ def form(text: str) -> Form:
 
 
 def _bracketed_form(brackets: str, inside: str) -> Form | None:
-    r"""Return the form of a text in one pair of brackets, or None when it is of another kind.
-    `\{x | x > 3\}` is the interval of its condition; `(x)` and `{x}` have the form of x."""
+    r"""Return the form of a text in one pair of brackets, or None. `\{x | x > 3\}` is the interval
+    of its condition."""
     if brackets == r"\{\}":
         variable_and_condition, _ = pieces(inside, BAR)
         if len(variable_and_condition) == 2:
@@ -139,7 +136,6 @@ def _bracketed_form(brackets: str, inside: str) -> Form | None:
 
 
 def _is_interval(found: Form) -> bool:
-    """Return whether a form is the interval of a variable, as `x > 3` is."""
     return found.kind == "tuple" and bool(found.name)
 
 
@@ -159,7 +155,6 @@ def _split_list(text: str, braces: bool) -> list[str]:
 
 
 def _expand_signs(text: str) -> list[str]:
-    r"""Return both values of a `\pm` or `\mp`."""
     if not re.search(r"\\(?:pm|mp)(?![A-Za-z])", text):
         return [text]
     return [
@@ -171,10 +166,10 @@ def _expand_signs(text: str) -> list[str]:
 
 
 def _relation_form(text: str) -> Form | None:
-    r"""Return the form of a text with relation signs, or None without any.
+    r"""Return the form of a text with relation signs, or None.
 
-    `x \in [1,2]` and `x = (1,2)` are the value with its name, inequalities that bound a variable
-    are an interval, `\frac13 \approx 0.33` is the value before the sign, all others are a relation.
+    `x \in [1,2]` and `x = (1,2)` are the value with its name. `\frac13 \approx 0.33` is the value
+    before the sign.
     """
     untrimmed_sides, operators = pieces(text, RELATION)
     sides = [side.strip() for side in untrimmed_sides]
@@ -198,11 +193,9 @@ def _relation_form(text: str) -> Form | None:
 
 
 def _interval_form(sides: list[str], operators: list[str]) -> Form | None:
-    r"""Return the interval of inequalities that bound one variable by numbers, or None: `(1,2]` for
-    `1 < x \leq 2`, `[3,\infty)` for `x \geq 3`."""
     if operators[0] not in FLIPPED:
         return None
-    if operators[0] not in BELOW:  # a descending chain, read from its other end
+    if operators[0] not in BELOW:
         sides = sides[::-1]
         operators = [FLIPPED.get(sign, sign) for sign in operators[::-1]]
     if any(sign not in BELOW for sign in operators):
@@ -226,10 +219,8 @@ def _interval_form(sides: list[str], operators: list[str]) -> Form | None:
 
 
 def matches(gold: str, answer: str, ordered: bool = False) -> bool:
-    """Return whether two texts state the same answer. `ordered`: the order of a list counts.
-
-    The answer to a multiple choice, `(B) 12`, may be the letter or the text.
-    """
+    """Return whether two texts state the same answer. `ordered`: the order of a list counts. The
+    answer to a multiple choice, `(B) 12`, may be the letter or the text."""
     gold = tidy(gold)
     answer = tidy(answer)
     if squeezed(gold) == squeezed(answer):
@@ -248,7 +239,6 @@ def matches(gold: str, answer: str, ordered: bool = False) -> bool:
 
 
 def _same_form(gold: Form, answer: Form, ordered: bool) -> bool:
-    """Return whether two forms are equal. `ordered`: as of `matches`."""
     kinds = {gold.kind, answer.kind}
     have_names = gold.name and answer.name
     if have_names and gold.name != answer.name and "relation" not in kinds:
@@ -266,13 +256,12 @@ def _same_form(gold: Form, answer: Form, ordered: bool) -> bool:
         return _same_multiset(gold.parts, answer.parts)
     if "relation" in kinds:
         return _same_relation(gold, answer)
-    if gold.kind == "leaf" and answer.kind == "list":  # one value in several forms
+    if gold.kind == "leaf" and answer.kind == "list":
         return all(matches(gold.parts[0], part) for part in answer.parts)
     return kinds == {"leaf"} and same_leaf(gold.parts[0], answer.parts[0])
 
 
 def _are_coordinates(parts: tuple[str, ...]) -> bool:
-    """Return whether the parts assign different names, as in `x=1, y=2`."""
     names = [form(part).name for part in parts]
     return all(names) and len(set(names)) == len(names)
 
@@ -282,7 +271,6 @@ def _match_pairwise(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
 
 
 def _same_multiset(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
-    """Return whether two lists are equal multisets. ValueError above MAX_PARTS unmatched parts."""
     if len(gold) != len(answer):
         return False
     unmatched_answers = list(answer)
@@ -324,7 +312,6 @@ def _same_relation(gold: Form, answer: Form) -> bool:
         return False
     if len(gold.parts) > 2:
         return _match_pairwise(gold.parts, answer.parts)
-    # it imports sympy, which only formulas need
     from lowroll.envs import expressions
 
     factor = expressions.proportion(gold.parts, answer.parts)
@@ -344,7 +331,6 @@ def _stated_values(equation: Form) -> list[str]:
 
 
 def _ascending(relation: Form) -> Form:
-    r"""Return a relation of > and \geq reversed into one of < and \leq."""
     signs = relation.signs.split()
     if not all(sign in FLIPPED and sign not in BELOW for sign in signs):
         return relation
@@ -354,8 +340,8 @@ def _ascending(relation: Form) -> Form:
 
 
 def same_leaf(gold: str, answer: str) -> bool:
-    """Return whether two leaves are equal as times, words, numerals, numbers or expressions. The
-    first of these that a leaf can be decides."""
+    """Return whether two leaves are equal, by the first kind that applies: times, words, numerals,
+    numbers, expressions."""
     if squeezed(gold) == squeezed(answer):
         return True
     if DOTS in gold or DOTS in answer:
@@ -368,18 +354,15 @@ def same_leaf(gold: str, answer: str) -> bool:
 
 
 def _same_time(gold: str, answer: str) -> bool | None:
-    """Return whether two times of day are equal; None unless both are one."""
     gold_time = clock(gold)
     answer_time = clock(answer)
     if gold_time is None or answer_time is None:
         return None
-    halves = {gold_time[2], answer_time[2]}  # "a", "p", and "" for either half of the day
+    halves = {gold_time[2], answer_time[2]}
     return gold_time[:2] == answer_time[:2] and (len(halves) == 1 or "" in halves)
 
 
 def _same_words(gold: str, answer: str) -> bool | None:
-    """Return whether two phrases are equal; None where the gold answer may be a formula. Beside a
-    phrase, a shorter text is one too."""
     gold_phrase = words(gold)
     if gold_phrase is not None:
         return gold_phrase == words(answer, beside_words=True)
@@ -389,7 +372,6 @@ def _same_words(gold: str, answer: str) -> bool | None:
 
 
 def _same_numeral(gold: str, answer: str) -> bool | None:
-    """Return whether two numerals with a base are equal; None when neither is one."""
     gold_numeral = numeral(gold)
     answer_numeral = numeral(answer)
     if gold_numeral is None and answer_numeral is None:
@@ -398,7 +380,6 @@ def _same_numeral(gold: str, answer: str) -> bool | None:
 
 
 def _same_amount(gold: str, answer: str) -> bool:
-    """Return whether two amounts are equal. 50% is both 50 and 0.5."""
     gold, gold_unit_powers = without_unit(gold)
     answer, answer_unit_powers = without_unit(answer)
     if gold_unit_powers and answer_unit_powers and gold_unit_powers != answer_unit_powers:
@@ -414,7 +395,6 @@ def _same_amount(gold: str, answer: str) -> bool:
 
 
 def _is_truncation(text: str, other: str) -> bool:
-    r"""Return whether `0.6666667\ldots` begins a number without finite decimals."""
     if not text.endswith(DOTS) or DOTS in other:
         return False
     from lowroll.envs import expressions
@@ -423,8 +403,7 @@ def _is_truncation(text: str, other: str) -> bool:
 
 
 def same_value(gold: str, answer: str, shift: int = 0) -> bool:
-    """Return whether `gold` times 10^shift equals `answer`. Of a text with several readings, one
-    must be equal."""
+    """Return whether `gold` times 10^shift equals `answer`, in any of their readings."""
     gold_number = quantity(gold)
     answer_number = quantity(answer)
     gold_readings = readings(gold)
@@ -436,7 +415,6 @@ def same_value(gold: str, answer: str, shift: int = 0) -> bool:
             return True
         if len(gold_readings) == len(answer_readings) == 1:
             return False
-    # it imports sympy, which only formulas need
     from lowroll.envs import expressions
 
     if shift:

@@ -4,9 +4,6 @@ An item's number is (split, draw, index): block `index // BLOCK` of the list see
 draw, block). Some items depend on Python's hash seed: a child process with a fixed one makes them,
 unless this process is such a child (a scoring worker).
 
-`curriculum_level` is a level of reasoning-gym's own curriculum, without those whose options are
-refused.
-
 Some scorers evaluate the response as Python or sympy source: answers outside a small language
 (`LANGUAGES`) are wrong, and are not evaluated.
 """
@@ -32,9 +29,9 @@ from lowroll.envs import child
 from lowroll.types import nearest
 
 LEVEL = "curriculum_level"
-BLOCK = 256  # items of a list, which some generators prepare at construction
-CHILD_LIMIT = 60.0  # seconds for a child to answer
-KILL_LIMIT = 5.0  # seconds for the kernel to reap a killed child
+BLOCK = 256  # items of a list
+CHILD_LIMIT = 60.0  # seconds
+KILL_LIMIT = 5.0  # seconds
 
 LISTS = re.compile(r"[\w\s,'\"\[\]-]*")
 SUMS = re.compile(r"[\d\s()+*/.-]*")
@@ -66,8 +63,7 @@ DEMANDS: dict[str, Callable[[str, dict[str, Any]], bool]] = {
 
 
 def levels(name: str, options: dict[str, Any]) -> int:
-    """Return the levels of a generator's curriculum (a composite: of its longest part). ValueError
-    without one."""
+    """Return the levels of a generator's curriculum. ValueError without one."""
     if sys.flags.hash_randomization:
         return int(server.ask(name, options, 0, "levels"))
     return _num_levels(name, options)
@@ -148,7 +144,7 @@ class RemoteGenerator:
 
 
 class _Server:
-    """The child process, started on demand, and again after a timeout or death."""
+    """The child process, started on demand."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -157,8 +153,8 @@ class _Server:
         self.starter = ThreadPoolExecutor(1, thread_name_prefix="generator-starter")
 
     def ask(self, *request: Any) -> Any:
-        """Send a request (name, options, seed, verb, arguments...: see `main`) and return its
-        result. ValueError with the child's reason; TimeoutError after `CHILD_LIMIT`."""
+        """Send a request (see `main`) and return its result. ValueError with the child's reason;
+        TimeoutError after `CHILD_LIMIT`."""
         with self.lock:
             if self.process is None:
                 self.process = self.starter.submit(
@@ -176,8 +172,6 @@ class _Server:
 
     @staticmethod
     def _exchange(process: subprocess.Popen[bytes], request: bytes, name: str) -> dict[str, Any]:
-        """Return the child's reply. TimeoutError after `CHILD_LIMIT`; RuntimeError when the child
-        ended."""
         assert process.stdin is not None and process.stdout is not None
         deadline = time.monotonic() + CHILD_LIMIT
         line = b""
@@ -208,7 +202,6 @@ atexit.register(server.stop)
 
 
 def _check_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a generator for its package. ValueError names an unknown one."""
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
@@ -231,7 +224,6 @@ def _check_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _composite_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return a composite's options, whose parts (`datasets`) become the package's DatasetSpec."""
     from reasoning_gym.composite import DatasetSpec
 
     datasets = options.get("datasets")
@@ -244,7 +236,6 @@ def _composite_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _num_levels(name: str, options: dict[str, Any]) -> int:
-    """Return the levels as `levels` does, in this process."""
     if name == "composite":
         _check_options(name, options)
         return max(len(_level_options(dataset["name"])) for dataset in options["datasets"])
@@ -254,8 +245,6 @@ def _num_levels(name: str, options: dict[str, Any]) -> int:
 
 
 def _options_at_level(name: str, options: dict[str, Any], level: int) -> dict[str, Any]:
-    """Return options with those of a level, or of the last one there is. ValueError for an option
-    that the curriculum sets."""
     base_options = {key: value for key, value in options.items() if key != LEVEL}
     if name == "composite":
         datasets = []
@@ -275,8 +264,6 @@ def _options_at_level(name: str, options: dict[str, Any], level: int) -> dict[st
 
 @lru_cache(maxsize=128)
 def _level_options(name: str) -> list[dict[str, Any]]:
-    """Return the options of each level that the generator accepts, without defaults that no
-    curriculum sets. ValueError without a curriculum."""
     from reasoning_gym.factory import CURRICULA, DATASETS, create_curriculum
 
     if name not in DATASETS:
@@ -294,7 +281,7 @@ def _level_options(name: str) -> list[dict[str, Any]]:
             if hasattr(config, "validate"):
                 config.validate()
         except (AssertionError, ValueError):
-            continue  # the generator refuses its own curriculum's options
+            continue
         level_options = {}
         for key, value in vars(config).items():
             is_set = _is_curriculum_field(curriculum, key)
@@ -328,16 +315,14 @@ def main() -> None:
         reply: dict[str, Any] = {"result": None}
         try:
             reply["result"] = _result(name, options, seed, verb, arguments)
-        except ValueError as error:  # `_Server.ask` raises it
+        except ValueError as error:
             reply["failed"] = str(error)
-        except Exception as error:  # `_Server.ask` raises it as a ValueError
+        except Exception as error:
             reply["failed"] = f"{type(error).__name__}: {error}"
         replies.write(json.dumps(reply).encode() + b"\n")
 
 
 def _result(name: str, options: dict[str, Any], seed: int, verb: str, arguments: list[Any]) -> Any:
-    """Return the result of a request. The verb is "check" (None, if the options are valid),
-    "levels", "item" or "score"."""
     if verb == "levels":
         return _num_levels(name, options)
     generator = _generator(json.dumps([name, options, seed]))

@@ -2,8 +2,8 @@
 
     user 1-9    assistant 5    user higher    assistant 7        found at the second of its turns
 
-The reward is 1 for the number, less `turn_cost` for each earlier guess; a miss gets `near` times
-1 - |guess - number| / width; anything else 0.
+The reward is 1 for the number, less `turn_cost` for each earlier guess; a miss gets `near` times 1
+- |guess - number| / width; anything else 0.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ class Guess(GeneratedEnvironment):
         return f"{low}-{low + self.width - 1}", {"answer": str(number)}
 
     def respond(self, prompt: Prompt, messages: list[Message]) -> list[Message] | None:
-        """Answer a wrong guess with a hint; None after the right one."""
         guess, number = guessed(messages[-1]["content"]), int(prompt.info["answer"])
         if guess == number:
             return None
@@ -63,7 +62,6 @@ class Guess(GeneratedEnvironment):
         return [{"role": "user", "content": hint}]
 
     def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Score:
-        """Score by the last guess and the number of earlier ones."""
         guesses = [message["content"] for message in messages if message["role"] == "assistant"]
         last_score = self.score(prompt, guesses[-1])
         cost = self.turn_cost * (len(guesses) - 1) if last_score.metrics["found"] else 0.0

@@ -89,12 +89,12 @@ SWITCHES = (
     "displaystyle|textstyle|scriptstyle|limits|tiny|scriptsize|small|normalsize|[lL]arge|LARGE|"
     "[hH]uge|bf|it|rm|sf|tt|bfseries|itshape|mathstrut|strut"
 )
-DOTS = r"\ldots"  # the spelling of an ellipsis
+DOTS = r"\ldots"
 SPELLINGS = [
     (re.compile(pattern), by)
     for pattern, by in (
         (r"(?:\s|~)+", " "),
-        (r"(?<!\\)\\[()\[\]]|\\?\$", ""),  # formula delimiters and dollars
+        (r"(?<!\\)\\[()\[\]]|\\?\$", ""),
         (r"(^|[:=])\s*(\*\*|__|`)(.+?)\2", r"\1 \3"),  # bold and code in Markdown
         (r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?", ""),
         (rf"\\(?:{UNSEEN})\s*{BRACED}", ""),
@@ -132,7 +132,7 @@ SPELLINGS = [
         (r"\\(?:mathbb\s*\{?\s*R\s*\}?|R(?![A-Za-z]))", r"(-\\infty,\\infty)"),
         (r"\^\s*\{?\s*(?:\\circ|\\degree)\s*\}?|\\degree(?![A-Za-z])", r"^\\circ "),
         (r"\\\{\s*\\\}", r"\\emptyset"),
-        (r"(?<![\w.\\])(\d+)\s*_\s*(?:\{\s*10\s*\}|10(?!\d))", r"\1"),  # the usual base
+        (r"(?<![\w.\\])(\d+)\s*_\s*(?:\{\s*10\s*\}|10(?!\d))", r"\1"),
         (r"\\%", "%"),
         (r"(?<=[\d}\s])(?:\\text\{\s*)?(?:per ?cent|percentage|pct)\s*\}?\s*\.?$", "%"),
         (r"\\text\{([^{}]*\d[^{}]*)\}", r" \1 "),  # \text{0.75}
@@ -175,7 +175,6 @@ NUMERAL = re.compile(
 SCALE = re.compile(
     rf"(?<=[\d}})])\s*(?:\\text\{{)?\s*({'|'.join(SCALES)})s?\s*\}}?$", re.IGNORECASE
 )
-# words that modify the number before them
 COUNTING = (
     "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|"
     "(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
@@ -188,7 +187,6 @@ COUNTED_IN = re.compile(
 )
 LABEL = rf"\\text\{{(?![^{{}}]*(?i:\b(?:{NO_UNITS})\b))[^{{}}\d,]*\}}"
 SHORT = "cm|mm|km|dm|nm|kg|mg|ml|mL|ft|yd|mi|lb|oz|hr|am|pm|Hz|sq|cu|kW|eV|Pa"
-# a separate word, or a long one
 COUNTED = rf"(?<=[\s/])[A-Za-z]{{3,}}+|(?<!\s){NOT_GLUED}[A-Za-z]{{5,}}+"
 WORD = (
     rf"(?<![A-Za-z\\])(?:[ck]?m/[sh]|{SHORT}|"
@@ -207,7 +205,7 @@ NAME = re.compile(
     r"\\[A-Za-z]+(?![A-Za-z\s]*\{)(?:\s*[A-Z]+)?)"
     r"\s*(?:_\s*(?:\w|\{[^{}]*\}))?\s*(?:\^\{(?:\\prime)+\})?\s*(?:\([A-Za-z,\s]*\))?"
 )
-# units of a line with one number and no variables
+# of a line with one number and no variables
 GLUED = rf"(?:{SI}|l|C|F|{SHORT}|{NOT_GLUED}[A-Za-z]{{5,}})(?![A-Za-z])"
 APART = rf"(?:{SI}|l|a|C|F|[A-Za-z][A-Za-z'.-]+)(?![A-Za-z])"
 POWERED = r"(?:\s*\^\s*\{?-?[1-9]\}?)?"
@@ -249,15 +247,14 @@ def tidy(text: str) -> str:
 
 
 def squeezed(text: str) -> str:
-    """Remove spaces, labels and braces of single signs; equal results are equal answers."""
+    """Remove spaces, labels and braces of single signs. Equal results are equal answers."""
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
     return re.sub(r"(?<!\\)\{(\w)\}", r"\1", text)
 
 
 def choice(text: str) -> tuple[str, str] | None:
-    r"""Return (letter, its text or "") of `(B)`, `B.`, `\text{(B)} 12`, if there is exactly
-    one."""
+    r"""Return (letter, its text or "") of `(B)`, `B.`, `\text{(B)} 12`, if there is exactly one."""
     match = CHOICE.fullmatch(text)
     if match is None or re.search(r"(?<![A-Za-z\\])[A-Z](?![A-Za-z])|,|\\neq|[=<>+^]", match[2]):
         return None
@@ -302,7 +299,7 @@ def repeating(text: str) -> str:
 
 
 def scaled(text: str) -> tuple[str, int]:
-    """Return a quantity and the power of ten of a percent sign or a word such as million."""
+    """Return a quantity and the power of ten of its percent sign or word, such as million."""
     if text.endswith("%"):
         return text[:-1].strip(), -2
     if (match := SCALE.search(text)) is not None:
@@ -311,8 +308,7 @@ def scaled(text: str) -> tuple[str, int]:
 
 
 def without_unit(text: str) -> tuple[str, str]:
-    r"""Return (quantity, powers) of `3\text{ cm}^2`, `10 dollars`, `90^\circ`: units are ignored,
-    their powers are not."""
+    r"""Return (quantity, powers of its unit) of `3\text{ cm}^2`, `10 dollars`, `90^\circ`."""
     unit = UNIT.search(text) if not SCALE.search(text) else None
     number = text[: unit.start()].strip() if unit is not None else ""
     if unit is None or not number or OPERATOR.search(number):
@@ -321,8 +317,8 @@ def without_unit(text: str) -> tuple[str, str]:
 
 
 def stated_number(text: str) -> str | None:
-    """Return the only number of a line such as `x = 1,000 dollars` or `5 million` ("5e6"), or
-    None."""
+    """Return the only number of a line such as `x = 1,000 dollars` or `5 million` ("5e6"),
+    or None."""
     name, equals, value_text = tidy(text).rpartition("=")
     if equals and NAME.fullmatch(name.strip()) is None:
         return None
@@ -353,7 +349,7 @@ def clock(text: str) -> tuple[int, int, str] | None:
 
 
 def numeral(text: str) -> tuple[str, str] | None:
-    """Return (digits, base) of `52_{8}`, or None, as for `2x_1`. `tidy` removes base ten."""
+    """Return (digits, base) of `52_{8}`, or None, as for `2x_1`."""
     match = NUMERAL.fullmatch(text)
     if match is None:
         return None
@@ -367,8 +363,8 @@ def numeral(text: str) -> tuple[str, str] | None:
 
 
 def words(text: str, beside_words: bool = False) -> str | None:
-    r"""Normalise words such as `\text{East}` and `no solution`; None for a possible formula, as a
-    short unlabelled text is. `beside_words`: shorter texts are words too."""
+    r"""Normalise words such as `\text{East}` and `no solution`; None for a possible formula.
+    `beside_words`: shorter texts are words too."""
     label = re.fullmatch(r"\\text\{([^{}]*)\}", text)
     content = label[1] if label else text
     letters = r"[A-Za-z]{2}" if label or beside_words else r"[A-Za-z]{4}"

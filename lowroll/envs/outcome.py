@@ -1,5 +1,6 @@
 """Conversion of an environment's return values: a score is a number, a Score or an awaitable; a
-reply is messages, None or an awaitable."""
+reply is messages, None or an awaitable.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ Outcome = Score | float | Awaitable[Score | float]
 Reply = list[Message] | None | Awaitable[list[Message] | None]
 
 MAX_REWARD = 1e6  # a larger reward is a bug of the scorer
-MAX_NAME = 100  # characters of a metric's name
-MAX_METRICS = 100  # numbers of a Score in addition to its reward
+MAX_NAME = 100  # characters
+MAX_METRICS = 100
 MAX_ANSWER = 500_000  # characters of an environment's messages, as JSON
 ANSWERING = (
     "user",
@@ -31,11 +32,11 @@ ANSWERING = (
     "system",
     "developer",
     "function",
-)  # roles of an environment's messages
+)
 
 
 class InvalidScore(ValueError):
-    """An error for a returned value that is not a score."""
+    """A returned value that is not a score."""
 
 
 class Inapplicable(InvalidScore):
@@ -53,12 +54,12 @@ class ScorerFailed(Exception):
 
 
 class InvalidReply(InvalidScore):
-    """An error for a reply that is not a list of messages."""
+    """A reply that is not a list of messages."""
 
 
 def awaited(value: Any) -> Any:
-    """Return what a call gave, awaited if need be: all on one event loop, so that a scorer may keep
-    a client open."""
+    """Return a call's result, awaited if needed. All calls share one event loop, so that a scorer
+    may keep a client open."""
     if not inspect.isawaitable(value):
         return value
     thread, runner = _event_loop()
@@ -68,7 +69,7 @@ def awaited(value: Any) -> Any:
 @cache
 def _event_loop() -> tuple[ThreadPoolExecutor, asyncio.Runner]:
     """Return an event loop in its own thread: a notebook's main thread already has one."""
-    import asyncio  # imported only to wait
+    import asyncio
 
     return ThreadPoolExecutor(1, thread_name_prefix="async-scorer"), asyncio.Runner()
 

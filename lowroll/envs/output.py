@@ -12,9 +12,9 @@ from typing import IO
 
 logger = logging.getLogger(__name__)
 
-MAX_LOGGED = 4096  # logged bytes of a worker's output
-MAX_KEPT = 4096  # bytes kept from the end of the output
-LAST_WORDS = 300  # characters of that end in an error
+MAX_LOGGED = 4096  # bytes of a worker
+MAX_KEPT = 4096  # bytes kept of the end
+LAST_WORDS = 300  # characters of the end in an error
 PIECE = 1 << 16
 
 
@@ -31,8 +31,8 @@ class Output:
     def __init__(self, pipe: IO[bytes], secrets: Mapping[str, str]) -> None:
         self.pipe, self.secrets = pipe, secrets
         os.set_blocking(pipe.fileno(), False)
-        self.ended = False  # end of file
-        self._room = MAX_LOGGED  # remaining bytes for the log
+        self.ended = False
+        self._room = MAX_LOGGED
         self._line = self._end = b""
 
     def read(self) -> bool:
@@ -52,7 +52,7 @@ class Output:
 
     def close(self) -> str:
         """Read the rest, close the pipe and return its end."""
-        for _ in range((1 << 20) // PIECE):  # bounded by a pipe's capacity
+        for _ in range((1 << 20) // PIECE):  # a pipe's capacity
             if not self.read():
                 break
         self._log(self._line)

@@ -44,10 +44,8 @@ class Problem:
 
 
 class FinalAnswer(Environment):
-    """A reward of 1 when the final answer equals the gold answer, else 0.
-
-    Metrics: `has_answer`, and `unjudged` for a wrong answer that could not be evaluated.
-    """
+    """A reward of 1 when the final answer equals the gold answer, else 0. Metrics: `has_answer`,
+    and `unjudged` for a wrong answer that could not be evaluated."""
 
     exact = True
     overtaxed = Score(0.0, {"has_answer": 1.0, "unjudged": 1.0})
@@ -108,7 +106,6 @@ class Problems(FinalAnswer):
         return len(self.rows[split])
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Return a problem; each train epoch has a fresh order."""
         self.check_task(index, split)
         row_index = self.rows.at(split, index)
         problem = self.rows[split][row_index]
@@ -129,14 +126,14 @@ class Problems(FinalAnswer):
 
 
 def ends_in(solution: str, answer: str, hashes: bool) -> bool:
-    """Return whether a worked solution ends in this answer: after ####, or in a box."""
+    """Return whether a worked solution ends in this answer."""
     stated = last_answer(solution) if hashes else boxed_answer(solution)
     return stated == answer or (stated is not None and bool(same_number(answer, stated)))
 
 
 def judged(prompt: Prompt, text: str, hashes: bool) -> Score:
-    """Return 1 when the final answers are equal, else 0. `info["beside"]` is a response whose
-    answer replaces the gold one."""
+    """Return 1 when the final answers are equal, else 0. `info["beside"]` is a response that
+    replaces the gold answer."""
     answer = _stated_answer(text, hashes)
     other_response = prompt.info.get("beside")
     if other_response is None:
@@ -161,8 +158,7 @@ def _stated_answer(response: str, hashes: bool) -> str | None:
 
 
 def problem_of(row: dict[str, Any], where: str) -> Problem | None:
-    """Read a row; None for an empty gold answer. ValueError names file and line of one without
-    fields."""
+    """Read a row; None for an empty gold answer. ValueError for one without fields."""
     question = next((row[key] for key in QUESTION_FIELDS if key in row), None)
     if not isinstance(question, str) or not question.strip():
         raise ValueError(f"{where}: no text in any of the fields {', '.join(QUESTION_FIELDS)}")
@@ -174,12 +170,12 @@ def problem_of(row: dict[str, Any], where: str) -> Problem | None:
 
 
 def read_answer(row: dict[str, Any], key: str, where: str) -> tuple[str, str]:
-    """Return the gold answer in a row's field, those of a list joined, and the worked solution; ""
-    where there is none. ValueError names the place of another value."""
+    """Return a row's gold answer and worked solution; "" where there is none. ValueError for
+    another value."""
     values = row[key] if isinstance(row[key], list) else [row[key]]
     texts = [as_text(value, where) for value in values]
     whole = ", ".join(texts)
-    if key == "solution":  # a worked solution, whose last sentences hold the answer
+    if key == "solution":
         answer = last_answer(whole, joined=False) or ""
     else:
         answer = ", ".join(filter(None, map(final_answer, texts)))
@@ -189,7 +185,7 @@ def read_answer(row: dict[str, Any], key: str, where: str) -> tuple[str, str]:
 
 
 def final_answer(raw: str) -> str:
-    """Return a field's gold answer: after ####, in the last box, between dollars, or all."""
+    """Return a field's gold answer."""
     if "####" in raw:
         return GROUPED.sub("", raw.rpartition("####")[2].strip())
     if "\\boxed" in raw:
@@ -211,7 +207,7 @@ def perturb(answer: str) -> str:
 
 
 def as_text(value: Any, where: str) -> str:
-    """Return an answer field (string, number or list of such) as text."""
+    """Return an answer field as text."""
     if isinstance(value, list):
         return ", ".join(as_text(item, where) for item in value)
     if isinstance(value, float) and value.is_integer():

@@ -1,8 +1,7 @@
 """The reaper of a scoring worker: a process between pool and worker that runs no scorer code.
 
-As a subreaper (Linux) it adopts a scorer's leftover processes, even a double fork in its own
-session, and ends them when the worker ends, on the pool's SIGTERM, or when the pool's process dies.
-It exits with the worker's status or signal.
+As a subreaper (Linux) it adopts a scorer's leftover processes, and ends them when the worker ends,
+on the pool's SIGTERM, or when the pool's process dies. It exits with the worker's status or signal.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import Path
 from lowroll.envs import child
 
 PR_SET_CHILD_SUBREAPER = 36
-END_LIMIT = 3.0  # seconds for killed processes to end
+END_LIMIT = 3.0  # seconds
 HEARD = (signal.SIGCHLD, signal.SIGTERM)
 
 
@@ -38,7 +37,7 @@ def fork_worker(parent: int) -> None:
         child.die_with(reaper)
         return
     null = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):  # only the worker may hold the pool's pipes, whose end marks its own
+    for stream in (0, 1, 2):  # the end of the pool's pipes must mark the worker's end
         os.dup2(null, stream)
     status = _watch(worker)
     _kill_all(worker)
@@ -46,7 +45,6 @@ def fork_worker(parent: int) -> None:
 
 
 def _watch(worker: int) -> int:
-    """Wait for the worker and return its status, reaping orphans meanwhile."""
     while True:
         if signal.sigwait(HEARD) == signal.SIGTERM:
             os.kill(worker, signal.SIGKILL)
@@ -56,7 +54,6 @@ def _watch(worker: int) -> int:
 
 
 def _reap() -> tuple[int, int] | None:
-    """Return (pid, status) of an ended child, or None."""
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -65,7 +62,6 @@ def _reap() -> tuple[int, int] | None:
 
 
 def _kill_all(worker: int) -> None:
-    """Kill the worker's group, then every descendant until none is left."""
     _kill(-worker)
     deadline = time.monotonic() + END_LIMIT
     while time.monotonic() < deadline:
@@ -87,13 +83,12 @@ def _kill(pid: int) -> None:
 
 
 def _descendants(root: int) -> Iterator[int]:
-    """Yield the descendants of `root`; none without /proc."""
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, parent = entry.read_text(errors="replace").rpartition(")")[2].split()[:2]
         except (OSError, ValueError):
-            continue  # the process ended meanwhile
+            continue
         if state != "Z":
             parents.setdefault(int(parent), []).append(int(entry.parent.name))
     pending = list(parents.get(root, ()))

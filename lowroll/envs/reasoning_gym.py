@@ -98,8 +98,6 @@ class ReasoningGym(Environment):
         return f"<answer>{self._answer(prompt)}</answer>"
 
     def perturbed(self, prompt: Prompt) -> str:
-        """Return the answer with its first number changed (far, if a decimal), negated, or cut in
-        half."""
         answer = self._answer(prompt)
         if answer in OPPOSITES:
             return f"<answer>{OPPOSITES[answer]}</answer>"

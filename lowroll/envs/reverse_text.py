@@ -23,9 +23,8 @@ TEMPLATE = (
 def lcs_length(a: str, b: str) -> int:
     """Return the LCS length of two strings in O(len(a) * len(b) / word size).
 
-    The usual table has a row for each prefix of b, with the LCS length of the prefix and a[:i] for
-    every i. Here a row is an integer, whose bit i is 0 where the length grows between a[:i] and
-    a[:i+1]; the final length is the number of zeros.
+    The usual table has a row for each prefix of b. Here a row is an integer, whose bit i is 0 where
+    the length grows between a[:i] and a[:i+1].
     """
     positions: dict[str, int] = {}  # of each character in a, as a set of bits
     for i, char in enumerate(a):
@@ -34,8 +33,8 @@ def lcs_length(a: str, b: str) -> int:
     row = ones
     for char in b:
         match = row & positions.get(char, 0)
-        # the sum's carry moves each 0 down to the lowest match among the ones below it, and
-        # `row - match` restores the ones that the carry passed
+        # the sum's carry moves each 0 down to the lowest match among the ones below it, and `row -
+        # match` restores the ones that the carry passed
         row = ((row + match) | (row - match)) & ones
     return len(a) - row.bit_count()
 
@@ -46,11 +45,8 @@ def lcs_ratio(a: str, b: str) -> float:
 
 
 class ReverseText(GeneratedEnvironment):
-    """Generated words (`min_words`..`max_words` of `min_len`..`max_len` characters of `alphabet`),
-    or texts of a file.
-
-    `path` and `test_path` name JSONL files whose `field` holds the text.
-    """
+    """Generated words of characters of `alphabet`, or texts in `field` of the JSONL files `path`
+    and `test_path`."""
 
     def __init__(
         self,

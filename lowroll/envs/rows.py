@@ -1,8 +1,8 @@
 """Train and test rows of a data set (`lowroll.envs.data.rows`), read on demand.
 
 The train split is endless, with a seeded permutation each epoch; the test split is in file order.
-Without test rows of its own, a share `held_out` of the train rows is chosen by digests, so that
-equal rows are on the same side.
+Without test rows, a share `held_out` of the train rows is chosen by digests, so that equal rows are
+on the same side.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class SplitRows(Generic[T]):
-    """Train and test rows converted by `convert(row, where)`; None skips a row. `more`: fields of
-    both sources (`subset`, `revision`, `streaming`, `rows`)."""
+    """Train and test rows converted by `convert(row, where)`, which skips a row by None."""
 
     def __init__(
         self,
@@ -59,8 +58,8 @@ class SplitRows(Generic[T]):
             self.sources["train"] = DataSource(path, split, **more)
         if test_path is not None:
             self.sources["test"] = DataSource(test_path, test_split or "test", **more)
-        self._epoch = -1  # of `_epoch_order`
-        self._epoch_order: list[int] = []  # the train rows' numbers in the order of that epoch
+        self._epoch = -1
+        self._epoch_order: list[int] = []
 
     @cached_property
     def train(self) -> list[T]:
@@ -77,7 +76,6 @@ class SplitRows(Generic[T]):
 
     @property
     def is_held_out(self) -> bool:
-        """Whether the test rows are a share of the train split's."""
         return self.held_out > 0 and self._test_source is None
 
     def __getitem__(self, split: str) -> list[T]:
@@ -100,7 +98,6 @@ class SplitRows(Generic[T]):
 
     @cached_property
     def _test_source(self) -> DataSource | None:
-        """Return the source of the test rows; None: part of the train split's."""
         train, test = self.sources["train"], self.sources["test"]
         if test is not None or train is None:
             return test
@@ -109,8 +106,8 @@ class SplitRows(Generic[T]):
 
     @cached_property
     def _parts(self) -> tuple[list[T], list[T]]:
-        """Return the usable rows of the train split, and the held-out ones: those with the smallest
-        digests. ValueError when rows should be held out and all are the same."""
+        """Return the usable rows of the train split, and the held-out ones. ValueError when equal
+        rows leave nothing to hold out."""
         source = self.sources["train"]
         if source is None:
             return [], []
@@ -143,9 +140,8 @@ class SplitRows(Generic[T]):
         return train_rows, held_out_rows
 
     def _tell_shared(self, rows: list[T], origin: str) -> None:
-        """Log how many test rows are also train rows, if those have been read."""
-        train_rows_are_read = "_parts" in self.__dict__  # where cached_property keeps its value
-        if not train_rows_are_read:  # in an evaluation, which needs none
+        train_rows_are_read = "_parts" in self.__dict__  # cached_property keeps its value there
+        if not train_rows_are_read:  # an evaluation needs none
             return
         test = set(map(_task_text, rows))
         shared = test.intersection(map(_task_text, self.train))

@@ -3,18 +3,17 @@
 A failed item gets an error, not a reward of 0, unless the environment scores timeouts
 (`overtaxed`):
 
-    kind       what happened to the item                          the worker
-    exception  the scorer raised                                  goes on
-    invalid    it returned no number, or one that is not finite   goes on
-    inapplicable  no reward function applies to it                goes on
-    timeout    it took longer than `time_limit` seconds           is killed and replaced
-    memory     it went over `memory_limit_mb` of address space    is replaced
-    crash      the process ended under it                         is replaced
+    kind          what happened to the item                            the worker
+    exception     the scorer raised                                    goes on
+    invalid       it returned no number, or one that is not finite     goes on
+    inapplicable  no reward function applies to it                     goes on
+    timeout       it took longer than `time_limit` seconds             is replaced
+    memory        it went over `memory_limit_mb` of address space      is replaced
+    crash         the process ended under it                           is replaced
 
-Only the current item gets the error; other workers get the rest. Responses scored together
-(`Environment.together`) are one item with their summed limit. Workers reply item by item, which
-restarts the clock. They see only `machine.KEEP_ENV` and the passed variables, whose values are
-masked in their output (`output`). A scorer's processes end with its worker (`reaper`).
+Responses scored together (`Environment.together`) are one item with their summed limit. The clock
+restarts with every item. Workers see only `machine.KEEP_ENV` and the passed variables, whose values
+are masked in their output. A scorer's processes end with its worker (`reaper`).
 
 A reply must have its item's random id; any other line, as from a scorer that writes to all
 descriptors, ends the worker.
@@ -43,11 +42,11 @@ from lowroll.envs.outcome import InvalidReply, as_messages
 from lowroll.envs.output import Output, readable
 from lowroll.types import Message, Prompt, RunFailed, Score, ScoreError
 
-START_LIMIT = 60.0  # seconds for a worker's imports
-KILL_LIMIT = 5.0  # seconds for the kernel to reap a killed worker
-MAX_CHUNK = 32  # items in a worker's chunk
+START_LIMIT = 60.0
+KILL_LIMIT = 5.0  # seconds
+MAX_CHUNK = 32  # items
 MAX_REPLY = 1 << 20  # bytes of a reply; a longer one is a crash
-MAX_MESSAGE = 500  # characters of an error's message
+MAX_MESSAGE = 500  # characters
 Spec = tuple[str, dict[str, Any], int]
 
 
@@ -63,15 +62,13 @@ Result = Score | ScoreError | EnvironmentReply
 
 @dataclass(frozen=True)
 class _Item:
-    """A unit of work. size: the number of its results, more than 1 for responses scored
-    together."""
+    """A unit of work. size: the number of its results."""
 
     prompt: Prompt
     encoded: bytes
     size: int = 1
 
     def named(self, result: Result) -> Result:
-        """Return the result; an error names environment and prompt."""
         if not isinstance(result, ScoreError):
             return result
         owner = f"env {self.prompt.env!r}, {self.prompt.id}"
@@ -80,16 +77,12 @@ class _Item:
 
 @dataclass(frozen=True)
 class _HeldItem:
-    """An item that a worker has, and the id that its replies must have."""
-
     index: int
     reply_id: str
 
 
 @dataclass
 class _Job:
-    """A call of `score` or `respond`: items, unassigned indices, and results by index."""
-
     items: list[_Item]
     pending: deque[int]
     responds: bool = False
@@ -99,14 +92,11 @@ class _Job:
         self.results[index] = [self.items[index].named(result) for result in results]
 
     def take_back(self, held: deque[_HeldItem]) -> None:
-        """Requeue unscored items at the front."""
         self.pending.extendleft(item.index for item in reversed(held))
         held.clear()
 
 
 class _Worker:
-    """A child process and the items that it holds, the first of which it works on."""
-
     def __init__(self, setup: bytes, pass_env: Mapping[str, str]) -> None:
         self.process = child.start("lowroll.envs.worker", subprocess.PIPE, pass_env)
         assert self.process.stdin and self.process.stdout and self.process.stderr
@@ -116,7 +106,7 @@ class _Worker:
         os.set_blocking(self.stdout.fileno(), False)
         self.held: deque[_HeldItem] = deque()
         self.overtaxed: dict[str, Score] = {}
-        self.doing = ""  # the environment's report on the current item
+        self.doing = ""
         self.ready = self.ended = self.killed = False
         self.outbox, self.inbox = setup, b""
         self.deadline = time.monotonic() + START_LIMIT
@@ -126,12 +116,10 @@ class _Worker:
         return (not self.ready or bool(self.held)) and time.monotonic() > self.deadline
 
     def is_idle(self) -> bool:
-        """Return whether it can take a chunk. What it wrote without being asked is lost."""
+        """Return whether it can take a chunk. Output that was not asked for is lost."""
         return self.ready and not self.held and not self.read() and not self.ended
 
     def hand(self, chunk: dict[int, bytes], time_limit: float) -> None:
-        """Queue items, JSON objects by their index in the job, with a fresh id each for writing.
-        time_limit: seconds for the first."""
         lines = []
         for index, encoded in chunk.items():
             reply_id = secrets.token_hex(8)
@@ -149,7 +137,6 @@ class _Worker:
             self.outbox = b""  # `read` sees the end of the worker
 
     def read(self) -> list[bytes]:
-        """Return the arrived reply lines; set `ended` at the stream's end."""
         try:
             data = os.read(self.stdout.fileno(), 1 << 16)
         except BlockingIOError:
@@ -159,8 +146,7 @@ class _Worker:
         return lines
 
     def kill(self) -> str:
-        """Kill the worker and its processes; return how it ended and its last output, "" the second
-        time."""
+        """Kill the worker and its processes; return how it ended, "" the second time."""
         if self.killed:
             return ""
         self.killed = True
@@ -193,8 +179,8 @@ class ScorerPool:
     """A pool of `num_workers` scoring processes; a context manager.
 
     `env_specs` maps an environment's name to (id, args, seed) for `lowroll.envs.make`. Every worker
-    has all environments, and the environment variables of `pass_env`. ValueError for an unset
-    variable or too many workers; RunFailed when a worker cannot build its environments.
+    has all environments. ValueError for an unset variable of `pass_env` or too many workers;
+    RunFailed when a worker cannot build its environments.
     """
 
     def __init__(
@@ -217,7 +203,7 @@ class ScorerPool:
         self.names = frozenset(env_specs)
         self.time_limit, self.memory_limit_mb = time_limit, memory_limit_mb
         self.replaced = 0
-        self._together: frozenset[str] = frozenset()  # environments that score responses together
+        self._together: frozenset[str] = frozenset()
         setup = {
             "specs": {name: list(spec) for name, spec in env_specs.items()},
             "memory_limit_mb": memory_limit_mb,
@@ -268,7 +254,6 @@ class ScorerPool:
     def respond(
         self, items: Sequence[tuple[Prompt, list[Message]]]
     ) -> list[list[Message] | None | ScoreError]:
-        """Return the environments' replies to (prompt, messages), in order; None: done."""
         encoded = [
             _Item(prompt, self._encode(prompt, "respond", messages)) for prompt, messages in items
         ]
@@ -280,8 +265,8 @@ class ScorerPool:
         ]
 
     def _joined(self, items: Sequence[tuple[Prompt, str | list[Message]]]) -> list[_Item]:
-        """Return the items; neighbours with the same prompt object become one where their
-        environment scores responses together."""
+        """Join neighbours with the same prompt object where their environment scores responses
+        together."""
         work_items: list[_Item] = []
         for _, consecutive in groupby(items, key=lambda item: id(item[0])):
             (prompt, *_), responses = zip(*consecutive, strict=True)
@@ -316,8 +301,6 @@ class ScorerPool:
         return [result for index in range(len(items)) for result in job.results[index]]
 
     def _encode(self, prompt: Prompt, ask: str, said: Any) -> bytes:
-        """Return an item as JSON. ask: "score", "respond" or "together". ValueError for an unknown
-        environment, or data that is no JSON."""
         if prompt.env not in self.names:
             raise ValueError(
                 f"prompt {prompt.id!r} is of environment {prompt.env!r}; the pool has: "
@@ -332,7 +315,6 @@ class ScorerPool:
             ) from error
 
     def _exchange(self, job: _Job) -> None:
-        """Hand out chunks, take replies, and replace ended or late workers."""
         for worker in self._workers:
             if job.pending and worker.is_idle():
                 self._hand_chunk(worker, job)
@@ -347,8 +329,8 @@ class ScorerPool:
                 self._replace(i)
 
     def _hand_chunk(self, worker: _Worker, job: _Job) -> None:
-        """Give a worker at most half its share of what is pending, so that none waits for the
-        last."""
+        """Give a worker at most half its share of what is pending, so that none waits for
+        the last."""
         size = min(MAX_CHUNK, max(1, len(job.pending) // (2 * len(self._workers))))
         chunk = [job.pending.popleft() for _ in range(size)]
         items = {index: job.items[index].encoded for index in chunk}
@@ -358,7 +340,6 @@ class ScorerPool:
         return self.time_limit * item.size
 
     def _wait(self) -> None:
-        """Wait until a worker's pipe is ready or the first deadline has passed."""
         if any(worker.ended for worker in self._workers):
             return
         with selectors.DefaultSelector() as selector:
@@ -372,11 +353,11 @@ class ScorerPool:
                 (w.deadline for w in self._workers if w.held or not w.ready), default=0.0
             )
             for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
-                if key.data is not None:  # a method to call; `_exchange` reads the replies
+                if key.data is not None:
                     key.data()
 
     def _take(self, worker: _Worker, line: bytes, job: _Job) -> bool:
-        """Process a reply line; False when this worker's later lines do not count: it counts as
+        """Process a reply line. Return False to drop the worker's later lines: it counts as
         crashed."""
         reply = _decode(line)
         if not worker.ready:
@@ -397,7 +378,6 @@ class ScorerPool:
         return True
 
     def _take_results(self, worker: _Worker, results: list[Result], job: _Job) -> None:
-        """Settle a worker's current item, and restart its clock for the next one."""
         job.settle(worker.held.popleft().index, results)
         worker.doing = ""
         if worker.held:
@@ -408,7 +388,6 @@ class ScorerPool:
             worker.ended = True
 
     def _take_start(self, worker: _Worker, reply: dict[str, Any]) -> None:
-        """Process a worker's first reply. RunFailed when it could not start."""
         if reply.get("ready") is True:
             worker.ready = True
             worker.overtaxed = {env: Score(**score) for env, score in reply["overtaxed"].items()}
@@ -422,7 +401,7 @@ class ScorerPool:
         )
 
     def _give_up(self, worker: _Worker, job: _Job) -> None:
-        """Kill an ended or late worker: its current item fails, the others are requeued."""
+        """Kill an ended or late worker. Only its current item fails."""
         is_late = not worker.ended
         ending = worker.kill()
         if not worker.ready:
@@ -450,7 +429,6 @@ class ScorerPool:
         return replace(result, message=self._said(result.message))
 
     def _said(self, text: object) -> str:
-        """Return a worker's text without secrets, cut to MAX_MESSAGE."""
         return readable(str(text), self._pass_env)[:MAX_MESSAGE]
 
     def _start(self) -> _Worker:
@@ -463,7 +441,6 @@ class ScorerPool:
 
 
 def _decode(line: bytes) -> dict[str, Any]:
-    """Return a reply line as a mapping; {} for anything else."""
     try:
         reply = json.loads(line)
     except (ValueError, RecursionError):
@@ -472,8 +449,6 @@ def _decode(line: bytes) -> dict[str, Any]:
 
 
 def _parse_results(reply: dict[str, Any], size: int, responds: bool) -> list[Result]:
-    """Return the `size` results of a worker's reply, each the error of them all; [] for an invalid
-    reply."""
     if responds and reply.get("error") not in ("exception", "memory", "invalid"):
         return _parse_messages(reply)
     replies = reply.get("scores", [reply] * size)
@@ -499,7 +474,6 @@ def _parse_score(reply: dict[str, Any]) -> Score | ScoreError | None:
 
 
 def _bounded_texts(said: Any) -> Any:
-    """Return a response, messages or several of these with texts cut to `base.MAX_TEXT`."""
     if isinstance(said, str):
         return bounded(said)
     if isinstance(said, dict):

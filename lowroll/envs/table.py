@@ -1,8 +1,8 @@
 """The table of environments by id.
 
 An id is one of the table, "reasoning-gym/<generator>", "verifiers/<name>", "set/<name>", or
-"path/to/file.py" ("path/to/file.py:Class"), a user's own subclass of Environment. Naming a file
-runs its code, here and in the scoring workers, so `make` announces it.
+"path/to/file.py" ("path/to/file.py:Class"), a user's own subclass of Environment. A file's code
+runs here and in the scoring workers, so `make` announces it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TABLE = {
     "code": "lowroll.envs.code:Code",
     "data": "lowroll.envs.data.environment:Data",
 }
-LIMITS = ("max_turns", "max_sequence_tokens")  # arguments of every environment
+LIMITS = ("max_turns", "max_sequence_tokens")
 REASONING_GYM = "reasoning-gym/"
 VERIFIERS = "verifiers/"
 
@@ -51,16 +51,16 @@ def make(
     """Build an environment and load its data. `name` (default: the id) distinguishes uses of one
     id.
 
-    ValueError names an unknown id or argument with the nearest known one, a missing file, a bad
-    row, or a missing optional package.
+    ValueError for an unknown id or argument, a missing file, a bad row, or a missing optional
+    package.
     """
     file, _ = split_file(id)
     if file is not None:
         logger.warning("environment %s runs the code of %s", name or id, file)
     env = construct(id, name=name, args=args, seed=seed)
     with blamed(f"env {env.name!r}", own_file(type(env))):
-        env.size("train")  # reads the data, so that a bad file is an error here
-        _ = env.tools  # makes the schemas, so that a bad tool is an error here
+        env.size("train")  # so that a bad file is an error here
+        _ = env.tools  # so that a bad tool is an error here
     return env
 
 
@@ -125,8 +125,6 @@ def _import_class(place: str) -> type[Environment]:
 
 
 def _class_in_file(file: Path, class_name: str | None) -> type[Environment]:
-    """Return the named environment class of a user's file, or its only one. Imported classes do not
-    count. ValueError for none, for several without a name, or for one that lacks methods."""
     if not file.is_file():
         raise ValueError(f"environment file {file} does not exist")
     module = import_file(file)
@@ -210,7 +208,7 @@ def _check_args(cls: type[Environment], id: str, args: dict[str, Any]) -> None:
         if key in args:
             raise ValueError(f"env {id!r}: {key!r} stands beside args, not among them")
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return  # the class checks them
+        return
     for key in args:
         if key not in parameters:
             parameter_names = [p for p in parameters if p not in ("name", "seed")]

@@ -12,8 +12,8 @@ from lowroll.types import Prompt
 
 
 def prompt_at(env: Environment, index: int, split: str = "train") -> Prompt:
-    """Return a task. ValueError names the environment, and file and line or the task, when its code
-    raises or its prompt is not valid chat messages and JSON data."""
+    """Return a task. ValueError names the environment and the task, when its code raises or its
+    prompt is invalid."""
     with blamed(f"env {env.name!r}: prompt({index}, {split!r})", own_file(type(env))):
         prompt = env.prompt(index, split)
     if not isinstance(prompt, Prompt):
@@ -31,7 +31,7 @@ def prompt_at(env: Environment, index: int, split: str = "train") -> Prompt:
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{where}: info must be JSON data: {error}") from None
     sent = json.loads(json.dumps(prompt.info))
-    # JSON makes a list of a tuple, and text of a key that is none
+    # JSON makes a list of a tuple, and text of other keys
     if changed := [
         key for key, value in prompt.info.items() if key not in sent or sent[key] != value
     ]:

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def limited(seconds: float, error: type[BaseException], of_cpu: bool = False) -> Iterator[None]:
-    """Raise `error` in the main thread, as of a scoring worker, when so many seconds have passed, and of
-    CPU time each time that they have; nothing in other threads. A long operation of C code is not
-    interrupted."""
+    """Raise `error` in the main thread after so many seconds, or each time that so many of CPU time
+    have passed. A long operation of C code is not interrupted."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,8 +1,7 @@
 """Python functions as a model's tools (docs/tools.md).
 
-Schemas come from signatures, type hints and docstrings. Every failure is an answer to the model: an
-unknown name, wrong arguments, an exception, a timeout, an unreadable call. Functions run in scoring
-workers under their limits, and should be deterministic, as turns may repeat.
+Every failure is an answer to the model. Functions run in scoring workers under their limits, and
+should be deterministic, as turns may repeat.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ class ToolTimeout(BaseException):
 
 
 class Toolbox:
-    """Functions by name. call_seconds: a call's limit; most_output: characters of an answer.
-    ValueError names a non-function or a duplicate name."""
+    """Functions by name, with limits of a call. ValueError for a non-function or a
+    duplicate name."""
 
     def __init__(
         self,
@@ -69,7 +68,6 @@ class Toolbox:
         return answers
 
     def _answer(self, call: dict[str, Any]) -> Message:
-        """Return the result message of one call; its failures are texts."""
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         failed: str | None = "call"
         try:
@@ -78,7 +76,7 @@ class Toolbox:
             text = f"error: {name} took longer than {self.call_seconds:g} s"
         except _Refused as error:
             text = f"error: {error}"
-        except (Exception, SystemExit) as error:  # the model gets a tool's failure as the result
+        except (Exception, SystemExit) as error:
             text = f"error: {type(error).__name__}: {error}"
         return self._message(name, call["id"], text, failed)
 
@@ -115,7 +113,6 @@ class _Refused(ValueError):
 
 
 def _text_parameters(function: Function) -> set[str]:
-    """Return the parameters whose type hints allow text, or are missing."""
     hints = get_type_hints(function)
     names = inspect.signature(function).parameters
     return {name for name in names if _admits_text(hints.get(name, Any))}
@@ -130,7 +127,7 @@ def _admits_text(hint: Any) -> bool:
 
 
 async def _await_within(value: Any, seconds: float) -> Any:
-    import asyncio  # imported only to wait
+    import asyncio
 
     try:
         return await asyncio.wait_for(value, seconds)
@@ -170,7 +167,7 @@ class ToolEnvironment(Environment):
     ) -> None:
         super().__init__(name=name, seed=seed, system=system, template=template)
         self.max_turns = max_turns
-        # functions of the class body are used as they are, not as methods
+        # functions of the class body are not methods
         plain_functions = [
             inspect.unwrap(f) for f in (self.functions if functions is None else functions)
         ]
@@ -184,11 +181,9 @@ class ToolEnvironment(Environment):
         return self.toolbox.schemas
 
     def respond(self, prompt: Prompt, messages: list[Message]) -> list[Message] | None:
-        """Return the results of the last turn's calls; None without any."""
         return self.toolbox.answer(messages[-1]) or None
 
     def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Outcome:
-        """Score the last turn's text, with counts of calls as metrics."""
         outcome = self.score(prompt, messages[-1]["content"])
         if inspect.isawaitable(outcome):
             return _later_with_counts(outcome, messages)
@@ -206,7 +201,6 @@ async def _later_with_counts(outcome: Awaitable[object], messages: Sequence[Mess
 
 
 def _json_schema(function: Function) -> dict[str, Any]:
-    """Return the JSON schema of a function. ValueError for missing hints or docstrings."""
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def blamed(what: str, file: str | None) -> Iterator[None]:
-    """Turn an exception from code of `file` into a ValueError `file:line: what: ...`. None: no
-    change."""
+    """Turn an exception from code of `file` into a ValueError `file:line: what: ...`."""
     try:
         yield
     except Exception as error:
@@ -20,8 +19,7 @@ def blamed(what: str, file: str | None) -> Iterator[None]:
 
 
 def place(error: BaseException, file: str) -> str:
-    """Return `file:line` of the innermost line of `file` in the traceback; for a SyntaxError, the
-    wrong line."""
+    """Return `file:line` of the innermost line of `file` in the traceback."""
     if isinstance(error, SyntaxError) and error.filename == file:
         return f"{file}:{error.lineno}"
     lines = [

@@ -7,9 +7,8 @@
           {"id", "scores": [...]}, {"id", "messages"} (null: done) or {"id", "error", "message"};
           {"id", "doing"} may precede it, for a timeout's message
 
-Replies use a private file descriptor, so a scorer may print. Only the pool and this loop know the
-id: other writers are ignored. A forked copy of this process ends here. The worker dies with its
-parent: the kernel signals its reaper (`reaper`, Linux), or its input ends.
+Replies use a private file descriptor, so a scorer may print. The worker dies with its parent: the
+kernel signals its reaper (`reaper`, Linux), or its input ends.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from lowroll.envs.table import construct, own_file
 from lowroll.types import Prompt, Score
 
 MAX_FILE_MB = 64  # protects the disk from a scorer
-MAX_MESSAGE = 100_000  # characters of an error, which the pool shortens
+MAX_MESSAGE = 100_000
 
 
 def limit_resources(memory_mb: int) -> None:
@@ -97,7 +96,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> int:
     setup = json.loads(requests.readline())
     try:
         envs = _build(setup)
-    except Exception as error:  # the pool raises it
+    except Exception as error:
         reply({"failed": user_errors.describe(error)})
         return 1
     reply(
@@ -123,7 +122,6 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> int:
 
 
 def _build(setup: dict[str, Any]) -> dict[str, Environment]:
-    """Limit this process, and return the prepared environments of a setup by name."""
     limit_resources(setup["memory_limit_mb"])
     envs = {
         name: construct(id, name=name, args=args, seed=seed)

@@ -1,5 +1,4 @@
-"""The failure page of an evaluation: its table, and the examples that were not always solved, with
-the question, the gold answer and a failed response of each engine.
+"""The failure page of an evaluation: its table, and the examples that were not always solved.
 
 Responses are untrusted data: every text is escaped and cut.
 """
@@ -12,15 +11,14 @@ from typing import Any
 
 from lowroll.metrics.page import escape, gold_answer, page, transcript
 
-MOST = 100  # examples shown of a set
-LONGEST = 8000  # characters of a text
+MOST = 100
+LONGEST = 8000
 _SUMMARY_LENGTH = 160
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """The result of one engine (`name`) on an example: `solved` of `count` responses, a wrong one,
-    and a note."""
+    """The result of one engine (`name`) on an example, with a wrong response."""
 
     name: str
     solved: int
@@ -31,7 +29,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Failure:
-    """An example that some engine did not always solve. `info` is its scorer's data."""
+    """An example that some engine did not always solve."""
 
     id: str
     messages: Sequence[dict[str, Any]]
@@ -40,7 +38,6 @@ class Failure:
 
     @property
     def parted(self) -> bool:
-        """True if the engines solved different shares of it."""
         return len({attempt.solved / max(1, attempt.count) for attempt in self.attempts}) > 1
 
 

@@ -1,7 +1,5 @@
 """The live view of a run: a panel redrawn in place, or one plain line a step without a terminal.
 
-    step   12/100  reward  0.412 ▁▂▃▅▇  kl 1.2e-03  entropy 0.81  len 31.2  gen 912 tok/s  ...  eta 2m10s
-
 The panel fits the terminal's width by dropping columns and cutting text, never by wrapping.
 """
 
@@ -28,15 +26,15 @@ from rich.text import Text
 
 _BARS = "▁▂▃▄▅▆▇█"
 _PHASES = ("generate", "score", "learn", "publish")
-_ETA_STEPS = 20  # steps for the estimate of the remaining time
+_ETA_STEPS = 20
 _CELL_COLUMNS = 25  # columns of a number with its label
-_MAX_HELD_OUT = 4  # environments shown with an evaluation
+_MAX_HELD_OUT = 4
 _EVAL_METRIC = re.compile(r"eval/(.+)/(reward|sampled_reward)(_before)?")
 
 
 class Terminal(Console):
-    """The standard output. A file is never a terminal, whatever FORCE_COLOR and TTY_COMPATIBLE
-    say."""
+    """The standard output. A file is never a terminal, whatever FORCE_COLOR and
+    TTY_COMPATIBLE say."""
 
     def __init__(self) -> None:
         super().__init__(force_terminal=None if sys.stdout.isatty() else False)
@@ -65,8 +63,8 @@ class LiveView:
     """A live view: `with LiveView(total_steps, title) as view:`, then `view.phase(...)` inside a
     step and `view.step(record)` after it.
 
-    A terminal's panel is redrawn four times a second; otherwise each `every`th step and the last
-    print a line. Set `asked_to_stop` to an object that becomes true when the run is asked to stop.
+    Without a terminal each `every`th step and the last print a line. Set `asked_to_stop` to an
+    object that becomes true when the run is asked to stop.
     """
 
     def __init__(
@@ -79,7 +77,7 @@ class LiveView:
         self._record: Mapping[str, Any] = {}
         self._rewards: deque[float] = deque(maxlen=32)
         self._seconds: deque[float] = deque(maxlen=_ETA_STEPS)
-        self._held_out: dict[str, str] = {}  # by environment
+        self._held_out: dict[str, str] = {}
         self._phase: tuple[str, int, int] = ("start", 0, 0)
         self.asked_to_stop: object = ()
         self._began = self._stepped = time.monotonic()
@@ -95,7 +93,7 @@ class LiveView:
             original_stderr = sys.stderr
             self._live.start()
             self._console.push_render_hook(Narrower(self._console))
-            # warnings go above the panel
+            # puts warnings above the panel
             _redirect_logging(original_stderr, sys.stderr)
         else:
             self._console.print(self.title, markup=False, highlight=False)
@@ -115,7 +113,7 @@ class LiveView:
             _redirect_logging(live_stderr, sys.stderr)
 
     def phase(self, name: str, done: int, total: int) -> None:
-        """Record that `done` of `total` units of the step's phase `name` are finished."""
+        """Record the progress of the step's phase `name`."""
         self._phase = (name, done, total)
 
     def note(self, text: str) -> None:
@@ -136,15 +134,14 @@ class LiveView:
             self._console.print(self.line(), markup=False, highlight=False, soft_wrap=True)
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
-        """Show an evaluation after a step (0: before the first) that came without the step's
-        record."""
+        """Show an evaluation that came without its step's record."""
         self._held_out |= held_out_words(record)
         if not self._live:
             words = [f"step {record.get('step', 0):>4}/{self.total_steps}", *_evals(record)]
             self._console.print("  ".join(words), markup=False, highlight=False, soft_wrap=True)
 
     def show(self, record: Mapping[str, Any]) -> str:
-        """Show a finished step, and return its line for the log."""
+        """Show a finished step, and return its line."""
         self.step(record)
         return self.line()
 
@@ -255,8 +252,7 @@ class LiveView:
 
 
 def held_out_words(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return a step's evaluations by environment: reward, sampling and step. One after the step
-    replaces the environment's one before it."""
+    """Return a step's evaluations by environment."""
     decoding = drawn_at(record.get("eval/temperature"))
     words: dict[str, str] = {}
     for wanted_suffix, when in (("_before", "before step"), (None, "step")):
@@ -292,7 +288,7 @@ def _redirect_logging(old: object, new: Any) -> None:
 
 
 def kv_words(record: Mapping[str, Any]) -> list[str]:
-    """Describe a bounded cache's saving in a step, and the rejected or repaired share."""
+    """Describe a bounded cache's saving, and the rejected or repaired share."""
     if "kv/saving_peak" not in record:
         return []
     words = [f"kv {_number(_percent(record['kv/saving_peak']), '.0f')} % saved"]
@@ -303,7 +299,7 @@ def kv_words(record: Mapping[str, Any]) -> list[str]:
 
 
 def guard_words(record: Mapping[str, Any]) -> list[str]:
-    """Return a step's alarms and the guard's actions so far, in two words each."""
+    """Return a step's alarms and the guard's actions so far."""
     action_words = {
         "guard/tightened": "tightened",
         "guard/fallbacks": "fell back",

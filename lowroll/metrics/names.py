@@ -2,9 +2,8 @@
 
 Only these names can be recorded. `<env>`, `<metric>` and `<filter>` stand for a run's own name,
 `<tokens>` for a power of two, `<versions>` and `<turns>` for numbers. Notation: pi the learner,
-pi_old the proximal policy, b the behaviour policy that drew the tokens, A the advantage; R = pi /
-pi_old, w = pi_old / b, C the cap; means are over response tokens unless a sequence is named.
-Expectations are hints for readers, never enforced.
+pi_old the proximal policy, b the behaviour policy, A the advantage; R = pi / pi_old, w = pi_old /
+b, C the cap; means are over response tokens unless a sequence is named. Expectations are hints.
 """
 
 from __future__ import annotations
@@ -783,7 +782,7 @@ def find(name: str) -> Metric:
 
 
 def table() -> str:
-    """Return the table as Markdown, a section a group."""
+    """Return the table as Markdown."""
     lines: list[str] = []
     group = ""
     for metric in METRICS:

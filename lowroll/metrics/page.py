@@ -59,7 +59,7 @@ def _digest(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-# searches the samples for the typed text; the page is complete without it
+# the page is complete without it
 SCRIPT = """
 const box = document.getElementById("search");
 if (box) {

@@ -1,4 +1,4 @@
-"""The report's plots: inline SVG in the page's text colour, in the order in which people read them."""
+"""The report's plots: inline SVG in the page's text colour."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _INK = "#0a0b0c"  # replaced by currentColor
 _COLOURS = ("#3b7dd8", "#e07b39", "#2f9e73", "#c04f8a", "#8a6fd1", "#b08d1e", "#5aa7b8", "#9a9a9a")
 _SMOOTH_FROM = 40  # steps from which the plain curve fades behind its running mean
 _SAME_HEIGHT = 0.01  # share of the axis below which two curves look the same
-_WIDTH_INCHES = 4.6  # inches; 9-point text is readable on a phone
+_WIDTH_INCHES = 4.6  # inches, so that 9-point text is readable on a phone
 _EVAL_METRIC = re.compile(r"eval/(.+)/(reward|sampled_reward)")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric's curve, its legend and style."""
+    """A metric's curve."""
 
     metric: str
     label: str
-    right: bool = False  # on the right-hand axis
+    right: bool = False
     points: bool = False  # sparse: markers joined by a line
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure. The report names plots left out for lack of metrics."""
+    """A figure."""
 
     title: str
     caption: str
@@ -46,10 +46,10 @@ class Plot:
     unit: str = ""
     right_unit: str = ""
     log: bool = False
-    floor: float = 0.0  # of a log axis; smaller values are rounding noise, drawn at it
+    floor: float = 0.0  # of a log axis; smaller values are rounding noise
     stacked: bool = False
     bottom: float | None = 0.0  # lower end of the axis; None: automatic
-    only_with: str = ""  # a metric that the figure requires
+    only_with: str = ""  # a required metric
 
 
 NOISE_NATS = 1e-8  # smaller KLs are float32 rounding
@@ -269,8 +269,8 @@ def reward_plot(records: Sequence[Record]) -> Plot:
 
 
 def evaluated(records: Sequence[Record]) -> list[tuple[str, str, str]]:
-    """Return the run's evaluation rewards by name: the metric (eval/<environment>/reward or
-    .../sampled_reward), its environment, and how it was sampled."""
+    """Return the run's evaluation rewards by name: the metric, its environment, and how it was
+    sampled."""
     names = {name.removesuffix("_before") for record in records for name in record}
     sampling_by_kind = {
         kind: drawn_at(next((record[name] for record in records if name in record), None))
@@ -303,8 +303,8 @@ def length_plot(records: Sequence[Record]) -> Plot:
 
 
 def series(records: Sequence[Record], metric: str) -> tuple[list[float], list[float]]:
-    """Return steps and values of `metric` where recorded. A measurement before a step belongs to
-    the previous step."""
+    """Return steps and values of `metric`. A measurement before a step belongs to the previous
+    step."""
     pairs = [
         (record["step"] - is_before, record[name])
         for name, is_before in ((f"{metric}_before", True), (metric, False))
@@ -324,7 +324,6 @@ def with_gaps(
 
 
 def _isolated_indices(values: Sequence[float]) -> list[int]:
-    """Return the indices of isolated values, which no line would show."""
     gaps = [True, *map(math.isnan, values), True]
     return [i for i in range(len(values)) if gaps[i] and not gaps[i + 1] and gaps[i + 2]]
 
@@ -398,9 +397,9 @@ def _draw_lines(axes: Axes, records: Sequence[Record], plot: Plot, lines: Sequen
             continue
         style["linestyle"] = "--" if line.right else "-"
         if line in covered_by_covering:
-            style["linestyle"] = (0, (2.5, 2.5))  # dashes, through which the covered line is seen
+            style["linestyle"] = (0, (2.5, 2.5))
         elif line in covered_by_covering.values():
-            style["linewidth"] = 3.2  # stays visible under the dashes of the line that covers it
+            style["linewidth"] = 3.2
         _draw_curve(line_axes, records, line, values, style)
         if line.metric == "reward/mean":
             _draw_band(axes, records, colour)
@@ -415,7 +414,6 @@ def _draw_lines(axes: Axes, records: Sequence[Record], plot: Plot, lines: Sequen
 def _draw_curve(
     axes: Axes, records: Sequence[Record], line: Curve, values: list[float], style: dict[str, Any]
 ) -> None:
-    """Draw a curve with gaps at lost records; a long one as its running mean over the faded values."""
     steps = series(records, line.metric)[0]
     if len(steps) >= _SMOOTH_FROM and not line.right:
         gapped = with_gaps(records, steps, values)
@@ -445,9 +443,8 @@ def _set_bottom(axes: Axes, bottom: float) -> None:
 def _covering_lines(
     data: Mapping[Curve, tuple[list[float], list[float]]], plot: Plot
 ) -> dict[Curve, Curve]:
-    """Return every line that would be drawn over an earlier one of the same axis, with the earliest
-    line there. data: the steps and values of each line, in the order of drawing."""
-    covered: dict[Curve, Curve] = {}  # by the line that covers it
+    """Return the lines that would hide an earlier line of the same axis, with that line."""
+    covered: dict[Curve, Curve] = {}
     for right in (False, True):
         lines = [line for line in data if line.right == right and not line.points and data[line][1]]
         heights = {
@@ -462,7 +459,7 @@ def _covering_lines(
         resolution = _SAME_HEIGHT * (max(extremes) - min(extremes) or 1.0)
         for position, line in enumerate(lines):
             for earlier in lines[:position]:
-                if data[earlier][0] != data[line][0]:  # other steps
+                if data[earlier][0] != data[line][0]:
                     continue
                 pairs = zip(heights[line], heights[earlier], strict=True)
                 if max(abs(a - b) for a, b in pairs) <= resolution:
@@ -549,7 +546,6 @@ def _style_axes(figure: Figure, axes: Axes, plot: Plot) -> None:
 
 
 def _to_svg(figure: Figure) -> str:
-    """Return the figure as SVG that takes its colour from the page."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
@@ -562,7 +558,7 @@ def _to_svg(figure: Figure) -> str:
 
 
 def _label(line: Curve) -> str:
-    return line.label.replace("$", r"\$")  # disables mathematics in an environment's name
+    return line.label.replace("$", r"\$")
 
 
 def _running_mean(values: Sequence[float], window: int) -> list[float]:

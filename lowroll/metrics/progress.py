@@ -1,4 +1,4 @@
-"""Progress bars for phases, such as an evaluation's. Silent without a terminal."""
+"""Progress bars for phases. Silent without a terminal."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from rich.progress import (
 
 @contextmanager
 def phases() -> Iterator[Callable[[str, int, int], None]]:
-    """Show one bar a phase, gone at the end: `with phases() as on_phase:` then `on_phase(name,
-    done, total)`."""
+    """Show one bar a phase: `with phases() as on_phase:` then `on_phase(name, done, total)`."""
     bars: dict[str, TaskID] = {}
     with Progress(
         TextColumn("{task.description}"),

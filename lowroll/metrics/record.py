@@ -1,10 +1,9 @@
 """`metrics.jsonl`: one JSON object a step, `{"step": 12, "reward/mean": 0.41, ..., "crc":
-"9cf16ae5"}`, names as in `metrics.names`.
+"9cf16ae5"}`.
 
-A line is on disk when `write` returns. Readers drop a torn last line of a dead process; a resumed
-run cuts the file to its checkpoint's step. Non-finite numbers become null. `crc` is the line's
-checksum (older files have none). A damaged or missing record becomes
-`{"step": 12, "record/lost": 1.0}`.
+A line is on disk when `write` returns. Readers drop a torn last line; a resumed run cuts the file
+to its checkpoint's step. Non-finite numbers become null. Older files have no checksum `crc`. A
+damaged or missing record becomes `{"step": 12, "record/lost": 1.0}`.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ EVALUATIONS_FILE = Path("orchestrator", "evaluations.jsonl")
 ABOUT_FILE = "about.json"
 LOST = "record/lost"
 Record = dict[str, Any]  # "step": int, every other key: float or None
-_MAX_LOGGED = 5  # damaged lines that are logged
-_MAX_LOST = 100_000  # lost records that are marked: a folder may claim any step
+_MAX_LOGGED = 5
+_MAX_LOST = 100_000  # lost records that are marked, as a folder may claim any step
 _MAX_STEP = 10**9
 
 
@@ -58,8 +57,8 @@ class Recorder:
     def write(self, step: int, metrics: Mapping[str, float]) -> Record:
         """Append the record of `step` and return it as readers will see it.
 
-        ValueError, before anything is written, for an unknown name, a value that is not a number,
-        or a step that is not above the last one. OSError leaves the file unchanged.
+        ValueError, before anything is written, for an unknown name, a value that is no number, or a
+        step not above the last one. OSError leaves the file unchanged.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step <= self._last:
             raise ValueError(
@@ -100,10 +99,9 @@ class Recorder:
 
 
 def read(folder: Path) -> list[Record]:
-    """Return a run's records in step order, one a step up to the newest record or checkpoint. A
-    damaged or missing one is `{"step": n, "record/lost": 1.0}`."""
+    """Return a run's records in step order, one a step up to the newest record or checkpoint."""
     folder = Path(folder)
-    # A running run writes a record before its checkpoint, so they are read the other way round.
+    # A run writes a record before its checkpoint, so they are read the other way round.
     checkpoint_step = _newest_checkpoint(folder)
     records_file = _scan(folder / METRICS_FILE)
     lost_steps = records_file.lost(max([*records_file.lines, checkpoint_step], default=-1))
@@ -118,8 +116,7 @@ def read(folder: Path) -> list[Record]:
 
 
 def add_evaluation(folder: Path, step: int, metrics: Mapping[str, float]) -> None:
-    """Append an evaluation after a step (0: before the first), for a separate orchestrator
-    process."""
+    """Append an evaluation after a step (0: before the first)."""
     record: Record = {"step": step}
     for name, value in metrics.items():
         find(name)
@@ -131,7 +128,7 @@ def add_evaluation(folder: Path, step: int, metrics: Mapping[str, float]) -> Non
 
 
 def read_evaluations(folder: Path) -> dict[int, Record]:
-    """Return an orchestrator's evaluations by step, the last of each, without damaged lines."""
+    """Return an orchestrator's evaluations by step, without damaged lines."""
     evaluations: dict[int, Record] = {}
     path = Path(folder) / EVALUATIONS_FILE
     if not path.is_file():
@@ -165,15 +162,14 @@ def _merge_evaluation(record: Record, evaluation: Mapping[str, Any]) -> None:
 
 
 def reproducible(record: Mapping[str, Any]) -> Record:
-    """Return the numbers that a run of the same seed, or a resumed one, repeats bit for bit."""
+    """Return the numbers that a run of the same seed repeats bit for bit."""
     return {
         name: value for name, value in record.items() if name == "step" or find(name).reproducible
     }
 
 
 def write_about(folder: Path, about: Mapping[str, str]) -> Record:
-    """Write `about.json` and return it: the caller's facts, then installed versions and the
-    machine."""
+    """Write `about.json` and return it: the caller's facts, then versions and machine."""
     content: Record = {**about, **_versions_and_machine()}
     path = Path(folder) / ABOUT_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,8 +178,7 @@ def write_about(folder: Path, about: Mapping[str, str]) -> Record:
 
 
 def computed_otherwise(folder: Path, about: Mapping[str, str]) -> list[str]:
-    """List differences from `about.json` that may change results' last bits (device and threads,
-    versions, machine); nothing if it is unreadable."""
+    """List differences from `about.json` that may change results' last bits."""
     try:
         recorded = json.loads(read_file(Path(folder) / ABOUT_FILE))
         current = {"device": about["device"], **_versions_and_machine()}
@@ -218,11 +213,9 @@ def _machine() -> str:
 
 @dataclass
 class _RecordsFile:
-    """A file's undamaged lines by step."""
-
     data: bytes = b""
     lines: dict[int, bytes] = field(default_factory=dict)
-    in_order: bool = True  # every line is a record, with growing steps
+    in_order: bool = True
 
     def lost(self, step: int) -> list[int]:
         """Return the steps from 1 to `step` without a record, the first _MAX_LOST of them."""
@@ -230,15 +223,14 @@ class _RecordsFile:
         return list(islice(missing, _MAX_LOST))
 
     def content(self, step: int) -> bytes:
-        """Return the file content of a run of `step` steps."""
         lines = {number: line for number, line in self.lines.items() if number <= step}
         lines |= {number: _encode_record(_lost_marker(number)) for number in self.lost(step)}
         return b"".join(lines[number] + b"\n" for number in sorted(lines))
 
 
 def _scan(path: Path) -> _RecordsFile:
-    """Read a records file and drop damaged lines, with a warning. Of two different records of one
-    step neither is kept."""
+    """Read a records file and drop damaged lines. Of two different records of one step neither is
+    kept."""
     if not path.exists():
         return _RecordsFile()
     records_file = _RecordsFile(read_file(path))
@@ -252,7 +244,7 @@ def _scan(path: Path) -> _RecordsFile:
         try:
             content, has_checksum = unseal(line)
             step = _step_of(content)
-            # only lines of older versions have no checksum, and those are the first of a file
+            # only the first lines of a file may be of older versions, without a checksum
             follows = last_step < step <= last_step + 1 + len(lines)
             if not has_checksum and (seen_checksum or not follows):
                 raise ValueError(f"step {step} without a checksum does not follow step {last_step}")
@@ -268,7 +260,7 @@ def _scan(path: Path) -> _RecordsFile:
         last_step = max(last_step, step)
         seen_checksum |= has_checksum
         records_file.lines[step] = line
-    for step in repeated_steps:  # it is unknown which of the two is right
+    for step in repeated_steps:
         del records_file.lines[step]
     records_file.in_order &= not torn_line and len(records_file.lines) == len(lines)
     for problem in problems[:_MAX_LOGGED]:
@@ -279,7 +271,6 @@ def _scan(path: Path) -> _RecordsFile:
 
 
 def _step_of(content: bytes) -> int:
-    """Return a record's step. ValueError unless it is a record."""
     try:
         record = json.loads(content)
         step = record["step"]
@@ -312,7 +303,6 @@ def _lost_marker(step: int) -> Record:
 
 
 def _newest_checkpoint(folder: Path) -> int:
-    """Return the newest checkpoint's step, or -1."""
     steps = [path.name.removeprefix("step_") for path in (folder / "checkpoints").glob("step_*")]
     numbers = (int(step) for step in steps if step.isascii() and step.isdigit() and len(step) < 20)
     return max((number for number in numbers if number < _MAX_STEP), default=-1)

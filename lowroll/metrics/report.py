@@ -1,7 +1,7 @@
 """The report of a run folder: `report.html`, self-contained.
 
 Model output is untrusted data: every text is escaped and cut, and the content policy forbids
-requests and other scripts. A supervised run (`command` of about.json) gets its own page.
+requests and other scripts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _HEADER_FACTS = (
     "versions",
     "machine",
 )
-_ROLLOUT_FACTS = ("rollout", "correction")  # facts that a supervised run lacks
+_ROLLOUT_FACTS = ("rollout", "correction")
 _EDGE_STEPS = 5  # steps averaged for a run's beginning or end
 
 
@@ -54,7 +54,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     its path.
 
     FileNotFoundError when `run_dir` is not a folder, ValueError when `out` is another file or
-    cannot be written. Damaged data is left out, and named at the page's end.
+    cannot be written. Damaged data is left out, with a note.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
@@ -180,7 +180,7 @@ def _change_section(records: Sequence[Record], supervised: bool, notes: list[str
 
 def _before_and_after(steps: list[float], values: list[float], edge: int) -> str:
     """Return two cells: the means of the first and of the last `edge` values, at most half of them
-    each. A single value counts as before the run if it is of step 0, else as after it."""
+    each."""
     edge = max(1, min(edge, len(values) // 2))
     before = _mean_cell(steps[:edge], values[:edge])
     after = _mean_cell(steps[-edge:], values[-edge:])
@@ -205,7 +205,7 @@ def _last(values: Sequence[float]) -> float:
     return values[-1]
 
 
-# metric, label, how its values become one, the form of that, and what it is
+# metric, label, how its values become one, its format, and meaning
 _TILES: tuple[
     tuple[str, str, Callable[[Sequence[float]], float], Callable[[float], str], str], ...
 ] = (
@@ -236,7 +236,7 @@ _TILES: tuple[
     ("optim/skipped", "updates skipped", sum, "{:.0f}".format, "not finite"),
     ("reward/error_rate", "score errors", fmean, "{:.1%}".format, "of the rollouts"),
 )
-_REJECTED = "correction/rejected_sequence_fraction"  # shown beside the mean of the weights
+_REJECTED = "correction/rejected_sequence_fraction"
 
 
 def _tiles_section(records: Sequence[Record]) -> str:
@@ -311,7 +311,6 @@ def _glossary_section(records: Sequence[Record], notes: list[str]) -> str:
     for metric in METRICS:
         if metric.name not in used_metrics:
             continue
-        # none for a pattern, which several metrics have
         values = [record[metric.name] for record in records if metric.name in record]
         value_text = "".join("null" if value is None else f"{value:.4g}" for value in values[-1:])
         rows.append(

@@ -1,4 +1,4 @@
-"""The report's sample rollouts of several steps, with the gold answers, searchable and folded."""
+"""The report's sample rollouts of several steps, with the gold answers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lowroll.checkpoint.line_checksum import read_objects
 from lowroll.metrics.page import escape, gold_answer, transcript
 
 Record = dict[str, Any]
-STEPS = 5  # steps shown: the first, the last, and evenly spaced ones between
+STEPS = 5
 A_STEP = 8  # scored samples a step
 ERRORS = 2  # samples a step with a failed score
 _MAX_TEXT_LENGTH = 8000  # characters of a text
-_SUMMARY_LENGTH = 160  # characters of a text in a one-line summary
+_SUMMARY_LENGTH = 160
 
 
 def sample_section(run_dir: Path, notes: list[str]) -> str:
-    """Return the section, or ""; what is missing or unreadable is added to `notes`."""
+    """Return the section; what is missing or unreadable is added to `notes`."""
     files = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
     if not files:
         notes.append("no sample rollouts: rollouts/ is absent or empty")
@@ -54,15 +54,12 @@ def sample_section(run_dir: Path, notes: list[str]) -> str:
 
 
 def _evenly_spaced(items: list[Any], count: int) -> list[Any]:
-    """Return at most `count` items: the first, the last, and evenly spaced ones between."""
     if len(items) <= count:
         return items
     return [items[round(index * (len(items) - 1) / (count - 1))] for index in range(count)]
 
 
 def _pick_samples(samples: list[Record]) -> list[tuple[str, Record]]:
-    """Return samples with labels: scored ones from the best to the worst, then some without a
-    score. A single scored one is labelled the best."""
     scored = sorted(
         (s for s in samples if s["score"]["type"] == "Score"),
         key=lambda s: -float(s["score"]["reward"]),
@@ -106,7 +103,6 @@ def _sample_details(label: str, sample: Record) -> str:
 
 
 def _drawn_logprobs(rollout: Record) -> list[float]:
-    """Return the log-probs of the drawn tokens: of a conversation, those within its turns."""
     logprobs = [float(value) for value in rollout["logprobs"]]
     turns = rollout.get("turns")
     if not turns:
@@ -120,7 +116,7 @@ def _turns(sample: Record) -> str:
 
 
 def response_text(sample: Record) -> tuple[str, str]:
-    """Return the kind and text of a response; of a conversation, its turns."""
+    """Return the kind and text of a response or conversation."""
     conversation = sample.get("messages")
     if conversation is None:
         return "response", sample["text"]

@@ -2,12 +2,12 @@
 
     J_t = min(w, C) min(R A, clip(R, 1 - eps_low, (1 + eps_high) / r) A),   r = min(1, C / w)
 
-w = exp(proximal - behavior) and r are constants of the gradient. Relative to weights capped at C,
-TIS clips at r (1 + eps_high), and so cuts the sampler's least likely tokens first. Dividing by r
+w = exp(proximal - behavior) and r are constants of the gradient. TIS clips at r (1 + eps_high)
+relative to the capped weights, which cuts the sampler's least likely tokens first; dividing by r
 restores 1 + eps_high. Only tokens with A > 0 and w > C differ from TIS.
 
-Eq. 9's min(proximal / truncated behaviour, C) is at most C already, so the tokens with a raised
-bound are those of proximal / behavior > C. C is not given there.
+The paper gives no C. Eq. 9's truncated ratio is at most C, so the bound is raised where proximal /
+behavior > C.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lowroll.objectives.surrogate import (
 def acr(
     tokens: ObjectiveInput, *, cap: float, eps_low: float, eps_high: float, dual_clip: float | None
 ) -> TokenValues:
-    """Return each token's value and the statistics; `cap` is C, infinity gives `decoupled`."""
+    """Return token values and statistics. An infinite `cap` gives `decoupled`."""
     weight_N = truncate(tokens.weight_N, cap)
     stretch_N = (tokens.weight_N / cap).clamp(min=1)
     clipped = clip(

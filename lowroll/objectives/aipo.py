@@ -10,15 +10,14 @@ and keep_t = 0 where
     exp(mean l) < geo_mask_low or > geo_mask_high                    its whole sequence
     min rho < sequence_mask_low or max rho > sequence_mask_high      its whole sequence
 
-A kept token's gradient is c_t grad log pi, and masked tokens stay in the denominators.
-`mode="truncate"` is AIPO itself (arXiv 2505.24034): a token above
-token_mask_high is kept with that ratio. `ratio_type="sequence"` takes min(exp(sum l),
+Masked tokens stay in the denominators. `mode="truncate"` is AIPO itself (arXiv 2505.24034): a token
+above token_mask_high is kept with that ratio. `ratio_type="sequence"` takes min(exp(sum l),
 sequence_clip_high) for rho in c_t, and divides by the sequence's length.
 
-Surogate's formula truncates and its program masks, which is the default. Published with the token
+Surogate's formula truncates; its program masks, as does the default here. Published with the token
 mean over the whole batch and A without the std. Only the gradient of J is meaningful.
 
-Shape legend: N tokens of the call, laid end to end; S sequences.
+N: tokens, S: sequences.
 """
 
 from __future__ import annotations
@@ -62,11 +61,8 @@ def aipo(
     sequence_mask_high: float = 100.0,
     sequence_clip_high: float = 10.0,
 ) -> TokenValues:
-    """Return each token's value and the statistics; the teacher's log-probs go with teacher_tau.
-
-    ValueError for an unknown ratio_type or mode, bounds in the wrong order, or teacher_tau without
-    a teacher.
-    """
+    """Return token values and statistics. ValueError for an invalid option, or teacher_tau without
+    a teacher."""
     for name, value, choices in (("ratio_type", ratio_type, RATIO_TYPES), ("mode", mode, MODES)):
         if value not in choices:
             raise ValueError(f"{name}: unknown {value!r}; expected one of {', '.join(choices)}")
@@ -97,7 +93,7 @@ def aipo(
         masked_N = masked_N | above_N
     kept_N = ~masked_N
     value_N = torch.where(kept_N, scale_N * advantages_N * learner_N, 0)
-    # only mode "truncate" keeps tokens above, and only a token's own ratio is cut there
+    # only mode "truncate" keeps tokens above, and cuts only a token's own ratio
     truncated_N = above_N & kept_N & (ratio_type == "token")
     statistics = {
         "policy/ratio_mean": masked_mean(ratio_N, sequences.mask_N),
@@ -114,8 +110,6 @@ def _check_bounds(name: str, low: float, high: float) -> None:
 
 
 def _sequence_scale(tokens: ObjectiveInput, clip_high: float) -> Tensor:
-    """Return min(exp(sum l), clip_high) / |o| of each token's sequence o, [N], the sum capped at 10
-    before exp."""
     sequences = tokens.sequences
     log_ratio_S = sequence_sum(tokens.log_ratio_N, sequences).clamp(max=10)
     ratio_S = exp_ratio(log_ratio_S).clamp(max=clip_high)
@@ -126,8 +120,6 @@ def _sequence_scale(tokens: ObjectiveInput, clip_high: float) -> Tensor:
 def _in_masked_sequence(
     tokens: ObjectiveInput, geometric: tuple[float, float], extremes: tuple[float, float]
 ) -> Tensor:
-    """Return the tokens of sequences that are masked as a whole, bool [N]: because the geometric
-    mean of their ratios, or any ratio, leaves its bounds (low, high)."""
     sequences: Sequences = tokens.sequences
     mean_S = exp_ratio(sequence_mean(tokens.log_ratio_N, sequences))
     low, high = geometric

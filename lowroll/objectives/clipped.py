@@ -1,11 +1,9 @@
-"""The loss of GRPO, Dr. GRPO, RLOO, DAPO and PPO: the clipped surrogate. J is maximised.
+"""The loss of GRPO, Dr. GRPO, RLOO, DAPO and PPO: the clipped surrogate.
 
     J_t = min(R A, clip(R, 1 - eps_low, 1 + eps_high) A),   R = exp(learner - anchor)
 
-The rows of `table`, with their sources, differ in bounds, average and advantages. Dr. GRPO's
-constant `max_length` (the generation limit in tokens) keeps long wrong answers from being punished
-less per token. RLOO on policy (R = 1) is REINFORCE. `is`, with the sampler as anchor, clips the
-sampler's error together with the learner's change, so it collapses, and serves as a comparison.
+The rows of `table` differ in bounds, average and advantages. `is`, a comparison, has the sampler as
+anchor, so that it also clips the sampler's error and collapses.
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ from lowroll.objectives.surrogate import ObjectiveInput, TokenValues, clip, poli
 def clipped(
     tokens: ObjectiveInput, *, eps_low: float, eps_high: float, dual_clip: float | None
 ) -> TokenValues:
-    """Return each token's value and the statistics. The ratio's anchor is the proximal policy, or
-    the sampler where that is the only one given."""
+    """Return token values and statistics. The anchor is the proximal policy, or the sampler if only
+    that is given."""
     surrogate = clip(
         tokens.ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip
     )

@@ -3,9 +3,8 @@
     s_i = exp( 1/|o_i| sum_t (learner - proximal) ),   s_t = sg[s_i] exp(learner - sg[learner])
     J = 1/G sum_i 1/|o_i| sum_t min(s_t A, clip(s_t, 1 - eps_low, 1 + eps_high) A),   eps_low 3e-4, eps_high 4e-4
 
-sg stops the gradient: s_t has the value of s_i and passes s_i grad log pi(o_t) to its own token.
-The mean log-ratio is taken in float64 because the band is narrow: log-probs must be float32. A
-sequence is clipped as a whole.
+sg stops the gradient, so that s_t has the value of s_i and the gradient of its own token. The mean
+log-ratio is taken in float64 because the band is narrow: log-probs must be float32.
 
 With `behavior` each token is weighted by min(w, cap), w = exp(proximal - behavior): the GSPO + TIS
 baseline of QaRL.
@@ -28,8 +27,7 @@ from lowroll.objectives.table import CAP
 def gspo(
     tokens: ObjectiveInput, *, cap: float = CAP, eps_low: float, eps_high: float
 ) -> TokenValues:
-    """Return each token's value and the statistics; `cap` applies where the sampler's log-probs are
-    given."""
+    """Return token values and statistics. `cap` needs the sampler's log-probs."""
     ratio_N = sequence_ratio(tokens)
     weight_N = truncate(tokens.weight_N, cap) if tokens.has_behavior else tokens.weight_N
     clipped = clip(ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high)

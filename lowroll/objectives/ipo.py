@@ -8,12 +8,11 @@ the gradient:
     unsigned (IPO, Surogate)    keep_t = 0 where |d_t| > width
     signed (DPPO, prime-rl)     keep_t = 0 where A > 0 and d_t > width, or A <= 0 and d_t < -width
 
-d ignores large ratios of rare tokens, whose probability hardly changes. The quadratic term pulls
-every loss token, kept or not, to the sampler. Masked tokens stay in the denominators. Published
-with width 0.2 unsigned and 0.1 signed, a cap of e^2 and the token mean over the whole batch; the
-name is Surogate's.
+d ignores large ratios of rare tokens, whose probability hardly changes. Masked tokens keep the
+quadratic term and stay in the denominators. Published with width 0.2 unsigned and 0.1 signed, a cap
+of e^2 and the token mean over the whole batch; the name is Surogate's.
 
-Shape legend: N tokens of the call, laid end to end.
+N: tokens.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ def ipo(
     ratio_cap: float = math.exp(2),
     kl_tau: float = 1e-3,
 ) -> TokenValues:
-    """Return each token's value and the statistics. ValueError for a width below 0 or a cap not
-    above 0."""
+    """Return token values and statistics. ValueError for an invalid width or cap."""
     if not width >= 0:
         raise ValueError(f"width: {width} must be 0 or more")
     if not ratio_cap > 0:

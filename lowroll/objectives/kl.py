@@ -8,9 +8,9 @@ With d = log pi - log pi_ref of a sampled token:
     k3    exp(-d) + d - 1        gradient 1 - exp(-d)    unbiased, never negative (GRPO, arXiv 2402.03300 eq. 4)
     k3+   the value of k3 with the gradient of k2 (straight-through; verl's name)
 
-The penalty enters as J - beta KL, reduced over tokens as the policy term is.
+The penalty is reduced over tokens like the policy term.
 
-Shape legend: N tokens of the call, laid end to end.
+N: tokens.
 """
 
 from __future__ import annotations
@@ -58,11 +58,7 @@ def penalty(
     max_length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """Return the KL to subtract (times beta) from J, and {"policy/kl_reference": its mean over
-    tokens}.
-
-    Shapes as in the objectives; only `learner` carries gradient. ValueError for an unknown
-    estimator or mode.
-    """
+    tokens}. Only `learner` carries gradient. ValueError for an unknown estimator or mode."""
     if estimator not in ESTIMATORS:
         raise ValueError(
             f"estimator: unknown {estimator!r}; expected one of {', '.join(ESTIMATORS)}"

@@ -1,26 +1,11 @@
 """The distance of the sampler's policy from the learner's, on the sampled tokens.
 
-With l = learner and b = behavior log-probs of a token, w = exp(l - b), and o a sequence:
+`metrics.names` defines each statistic mismatch/<name>. l: learner's, b: behavior log-probs of a
+token, w = exp(l - b). Means are over unmasked tokens with a finite behavior log-prob, or over
+sequences that have any. Log-ratios, and their sums over a sequence, are clamped to +-20 before exp.
+All values are float64 and detached.
 
-    kl_k1           mean(b - l)                     estimates KL(behavior || learner)
-    kl_k3           mean(w - ln w - 1)              the same, never negative
-    weight_max/min  of w
-    logp_diff_*     mean and max |l - b|
-    prob_diff_*     mean and max |exp l - exp b|
-    ess             mean(w)^2 / mean(w^2)           effective sample size as a fraction; 1 is no mismatch
-    ess_sequence    the same of prod_o w
-    chi2_token      mean(w^2) - 1                   chi-squared divergence, over tokens
-    chi2_sequence   mean_o((prod_o w)^2) - 1        over whole sequences
-    geo_ratio_mean  mean_o exp(mean_o ln w)
-    ppl_learner     mean_o exp(-mean_o l), and ppl_sampler the same of b
-    ppl_ratio       mean_o of the learner's perplexity over the sampler's, exp(mean_o(b - l))
-    pearson         correlation of exp l and exp b over tokens
-
-Means are over unmasked tokens with a finite behaviour log-prob, or over sequences that have any.
-Log-ratios (and their sums over a sequence) are clamped to +-20 before exp. All in float64,
-detached.
-
-Shape legend: N tokens of the call, laid end to end; S sequences.
+N: tokens, S: sequences.
 """
 
 from __future__ import annotations
@@ -46,11 +31,8 @@ SHORTEST = 2  # responses of up to 2^SHORTEST tokens are one class
 def mismatch(
     *, learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None = None
 ) -> dict[str, float]:
-    """Return the statistics of the module's docstring as {"mismatch/<name>": value}, for log-probs
-    [B, T] or packed [N] with `segments`.
-
-    `pearson` is absent for constant probabilities, and everything without tokens.
-    """
+    """Return {"mismatch/<name>": value} for log-probs [B, T] or packed [N] with `segments`; {}
+    without tokens. `pearson` is absent for constant probabilities."""
     sequences, learner_N, behavior_N = _usable_tokens(learner, behavior, mask, segments)
     mask_N = sequences.mask_N
     if not bool(mask_N.any()):
@@ -81,7 +63,7 @@ def mismatch(
         "pearson": pearson(learner_N.exp(), behavior_N.exp(), mask_N),
     }
     values = as_floats({f"mismatch/{name}": value for name, value in statistics.items()})
-    if math.isnan(values["mismatch/pearson"]):  # of constant probabilities
+    if math.isnan(values["mismatch/pearson"]):
         del values["mismatch/pearson"]
     return values
 
@@ -89,12 +71,8 @@ def mismatch(
 def spread(
     *, learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None = None
 ) -> dict[str, float]:
-    """Return how widely l - b is distributed over tokens, and its mean over sequences; {} without
-    tokens.
-
-    "spread/token_std" is the standard deviation, "spread/token_p99" the 99th percentile of |l - b|;
-    "spread/sequence_std" and "spread/sequence_p99" are those of the mean of l - b of a sequence.
-    """
+    """Return the standard deviation and the 99th percentile of |l - b|, over tokens and over
+    sequences' means; {} without tokens."""
     sequences, learner_N, behavior_N = _usable_tokens(learner, behavior, mask, segments)
     if not bool(sequences.mask_N.any()):
         return {}
@@ -115,8 +93,6 @@ def spread(
 def _usable_tokens(
     learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None
 ) -> tuple[Sequences, Tensor, Tensor]:
-    """Return the sequences without unusable tokens, and the learner's and the sampler's log-probs [N]
-    in float64, detached, 0 where masked."""
     sequences = sequences_of(mask, segments)
     learner_N = flatten("learner", learner.detach(), mask)
     behavior_N = flatten("behavior", behavior.detach(), mask)
@@ -129,13 +105,12 @@ def _usable_tokens(
 def by_length(
     *, learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None = None
 ) -> dict[str, float]:
-    """Return {"mismatch/length_<tokens>/<name>": value} of each non-empty class of lengths:
-    length_64 has the responses of 33 to 64 tokens, the first class those of at most 4."""
+    """Return {"mismatch/length_<tokens>/<name>": value} for each class of lengths: length_64 has
+    the responses of 33 to 64 tokens."""
     sequences, learner_N, behavior_N = _usable_tokens(learner, behavior, mask, segments)
     log_ratio_N = learner_N - behavior_N
     weight_N = exp_ratio(log_ratio_N)
     has_tokens_S = sequence_sum(sequences.mask_N, sequences) > 0
-    # a class is a power of two: the least that is not below the length
     power_S = token_counts(sequences).double().log2().ceil().long().clamp(min=SHORTEST)
     statistics: dict[str, Tensor] = {}
     for power in power_S[has_tokens_S].unique().tolist():
@@ -157,7 +132,7 @@ def by_staleness(
     staleness: Tensor,
     segments: Tensor | None = None,
 ) -> dict[str, float]:
-    """Return {"mismatch/staleness_<n>/<name>": value} for each n in `staleness`, the tokens' age in
+    """Return {"mismatch/staleness_<n>/<name>": value} for each age n in `staleness`, in
     versions."""
     sequences, learner_N, behavior_N = _usable_tokens(learner, behavior, mask, segments)
     log_ratio_N = learner_N - behavior_N
@@ -172,7 +147,6 @@ def by_staleness(
 
 
 def _percentile(x: Tensor, share: float) -> Tensor:
-    """Return the smallest value that at least this share of the values does not exceed."""
     return x.sort().values[max(0, math.ceil(share * len(x)) - 1)]
 
 
@@ -182,8 +156,7 @@ def effective_sample_size(weight: Tensor, mask: Tensor) -> Tensor:
 
 
 def pearson(x_N: Tensor, y_N: Tensor, mask_N: Tensor) -> Tensor:
-    """Return the correlation under the mask; NaN when either side is constant (to float64
-    rounding)."""
+    """Return the correlation under the mask; NaN when either side is constant."""
     x_N = x_N - masked_mean(x_N, mask_N)
     y_N = y_N - masked_mean(y_N, mask_N)
     std_x = masked_mean(x_N.square(), mask_N).sqrt()

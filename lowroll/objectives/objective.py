@@ -18,7 +18,7 @@ from lowroll.objectives.reweight import CorrectionWeights
 from lowroll.objectives.surrogate import TokenValues, as_floats, prepare
 from lowroll.objectives.table import ALGORITHMS, CORRECTIONS, ObjectiveRow, pair
 
-GIVEN = ("tokens", "counts")  # parameters of a function that are not options
+GIVEN = ("tokens", "counts")
 
 
 @cache
@@ -83,7 +83,7 @@ class Objective:
         """
         options = {**self._complete(options), **self.row.fixed}
         mode, max_length = options.pop("reduce"), options.pop("max_length")
-        # with `bypass` the learner is compared with the sampler itself
+        # `bypass` compares the learner with the sampler itself
         reads_proximal = self.needs_proximal and not options.get("bypass")
         if reads_proximal and proximal is None:
             raise ValueError(f"proximal: objective {self.name} needs these log-probs")
@@ -98,7 +98,7 @@ class Objective:
             behavior=behavior if self.needs_behavior else None,
             teacher=teacher if options.get("teacher_tau") else None,
         )
-        # some functions divide by the weights' mean over the batch, which `counts` has
+        # some functions divide by the batch's mean weight
         if "counts" in self.parameters:
             options["counts"] = counts
         value_N, statistics = self.function(tokens, **options)
@@ -153,9 +153,8 @@ class Objective:
         behavior: Tensor | None = None,
         **options: Any,
     ) -> Denominators:
-        """Count the tokens and sequences by which the loss is divided (`reduce.count`). Counts of
-        micro-batches and ranks add up. An objective that normalises its weights needs `proximal`
-        too, for their sum."""
+        """Count the tokens and sequences by which the loss is divided. Counts of micro-batches and
+        ranks add up. An objective that normalises its weights also needs `proximal`."""
         total = count(
             mask=mask, segments=segments, behavior=behavior if self.needs_behavior else None
         )
@@ -165,7 +164,7 @@ class Objective:
             raise ValueError(
                 f"proximal, behavior: objective {self.name} needs both to normalise its weights"
             )
-        # the weights compare the proximal policy with the sampler: the learner does not enter
+        # the weights do not depend on the learner
         verdict = self.verdict(
             learner=proximal,
             proximal=proximal,
@@ -178,7 +177,6 @@ class Objective:
         return dataclasses.replace(total, weight_sum=verdict.weight_sum)
 
     def _complete(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all options with values. ValueError for an unknown one."""
         if unknown := options.keys() - self.options.keys():
             raise ValueError(
                 f"{min(unknown)}: objective {self.name} has no such option; it has "

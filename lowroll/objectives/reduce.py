@@ -1,4 +1,4 @@
-"""Reduction of token values to a scalar: the only division by a token or sequence count in lowroll.
+"""Reduction of token values to a scalar, the only place that divides by token or sequence counts.
 
 With x_t the value of token t, m_t its mask, |o_b| the number of unmasked tokens of sequence b, S
 sequences:
@@ -8,12 +8,11 @@ sequences:
     constant              sum m x / (S * max_length)                 Dr. GRPO, arXiv 2503.20783
     seq-mean-token-sum    1/S sum m x                                REINFORCE over whole sequences
 
-With the `Denominators` of the whole batch, micro-batches sum to the batch's value and gradient,
-provided that no sequence is split. Fully masked sequences contribute 0 and stay in S: the number of
-rows, or the largest segment id + 1. (verl drops them without a global batch size, so that a rejected
-rollout reweights its neighbours.)
+With the `Denominators` of the whole batch, micro-batches of whole sequences sum to the batch's
+value and gradient. Fully masked sequences stay in S, the number of rows or the largest segment id +
+1. (verl drops them, so that a rejected rollout reweights its neighbours.)
 
-Shape legend: N tokens of the call, laid end to end; B rows; T padded length; S sequences.
+N: tokens, B: rows, T: padded length, S: sequences.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from lowroll.objectives.table import MODES
 @dataclass(frozen=True)
 class Denominators:
     """The counts by which the loss of a whole batch is divided. `weight_sum`: of the correction's
-    weights over its unmasked tokens, for objectives that divide by the mean weight."""
+    weights."""
 
     num_tokens: int
     num_sequences: int
@@ -58,8 +57,7 @@ class Sequences:
 
 def sequences_of(mask: Tensor, segments: Tensor | None = None) -> Sequences:
     """Flatten padded [B, T] or packed [N] tokens. `mask` is bool, or 0/1 in any dtype; `segments`
-    (int64 [N], sequence ids from 0 up, in any order) is for packed tokens only. ValueError for
-    anything else."""
+    (int64 [N], ids from 0 up, in any order) is for packed tokens. ValueError for anything else."""
     if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
         raise ValueError("mask: every entry must be 0 or 1")
     if mask.dim() == 2:
@@ -106,8 +104,7 @@ def aggregate(
     counts: Denominators | None = None,
     max_length: float | None = None,
 ) -> Tensor:
-    """Return the sum of the unmasked token values x_N, times their weights under `mode`: a scalar.
-    Without tokens it is 0 with zero gradient.
+    """Return the scalar reduction of the token values x_N; 0 with zero gradient without tokens.
 
     `counts` replaces the numbers of tokens and sequences, but not the |o_b| of seq-mean-token-mean.
     `max_length` (tokens) is the divisor of "constant".
@@ -116,7 +113,7 @@ def aggregate(
         raise ValueError(f"reduce: unknown mode {mode!r}; expected one of {', '.join(MODES)}")
     mask_N = sequences.mask_N
     num_sequences = max(sequences.num_sequences if counts is None else counts.num_sequences, 1)
-    weight_N: Tensor  # [N], or a scalar where all tokens have the same
+    weight_N: Tensor
     if mode == "token-mean":
         if counts is None:
             num_tokens = mask_N.sum()
@@ -163,9 +160,9 @@ def sequence_any(flag_N: Tensor, sequences: Sequences) -> Tensor:
 
 
 def sequence_from(flag_N: Tensor, sequences: Sequences) -> Tensor:
-    """Return, bool [N], the tokens from their sequence's first unmasked flagged token on; none of a
-    sequence without such a token. A sequence's tokens must be in order."""
-    beyond_all = len(flag_N)  # stands for no position
+    """Return the tokens, bool [N], from their sequence's first unmasked flagged token on. A
+    sequence's tokens must be in order."""
+    beyond_all = len(flag_N)
     position_N = torch.arange(len(flag_N), device=flag_N.device)
     flagged_position_N = torch.where(flag_N & sequences.mask_N, position_N, beyond_all)
     first_flagged_S = position_N.new_full((sequences.num_sequences,), beyond_all).scatter_reduce(

@@ -1,17 +1,11 @@
 """Statistics of rejections, when the sampler's cache drops or rounds what the learner sees.
 
-With w = exp(l - b) of learner and behavior log-probs, Sparse-RL's xi:
+`metrics.names` defines them. w = exp(l - b) of learner and behavior log-probs is Sparse-RL's xi. A
+cache drops more of a long response, so rejections bias training to shorter ones. Length ratio and
+reward gap are absent without rejections. Lengths count unmasked tokens. All values are float64 and
+detached.
 
-    weight_mean            mean(w); its extremes are `mismatch.mismatch`'s
-    vetoed_fraction        share of tokens with w < veto
-    rejected_length_ratio  mean length of the responses that are rejected as a whole, over the mean of all
-    rejected_reward_gap    their mean reward minus the mean of all
-
-A cache drops more of a long response, so long ones are rejected more often, which biases training
-to shorter ones. The last two are absent without rejections. Lengths count unmasked tokens. In
-float64, detached.
-
-Shape legend: N tokens of the call, laid end to end; S sequences.
+N: tokens, S: sequences.
 """
 
 from __future__ import annotations
@@ -35,13 +29,12 @@ def rejection(
     kept: Tensor | None = None,
     veto: float | None = None,
 ) -> dict[str, float]:
-    """Return the statistics of the module's docstring of packed tokens [N]. rewards: [S], NaN where
-    there is none; kept: the tokens that are not rejected, bool [N], None for an objective that
-    never rejects."""
+    """Return the statistics of packed tokens [N]. rewards: [S], NaN where there is none; kept: bool
+    [N], or None for an objective that never rejects."""
     sequences = sequences_of(mask, segments)
     log_weight_N = flatten("learner", learner, mask) - flatten("behavior", behavior, mask)
     log_weight_N = log_weight_N.detach().double()
-    sequences = sequences.drop(~log_weight_N.isfinite())  # all that follows is over usable tokens
+    sequences = sequences.drop(~log_weight_N.isfinite())
     statistics = {"mismatch/weight_mean": masked_mean(exp_ratio(log_weight_N), sequences.mask_N)}
     if veto is not None:
         low_N = log_weight_N < math.log(veto)
@@ -49,7 +42,7 @@ def rejection(
     if kept is None:
         return as_floats(statistics)
     has_tokens_S = sequence_any(torch.ones_like(kept), sequences)
-    rejected_S = has_tokens_S & ~sequence_any(kept, sequences)  # as a whole
+    rejected_S = has_tokens_S & ~sequence_any(kept, sequences)
     if bool(rejected_S.any()):
         length_S = token_counts(sequences).double()
         length_ratio = masked_mean(length_S, rejected_S) / masked_mean(length_S, has_tokens_S)

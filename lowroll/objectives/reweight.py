@@ -1,5 +1,5 @@
-"""The correction `reweight`: weights and rejections for the sampler's mismatch, freely combined
-(verl's rollout correction). `sparse` shares `judge` and `correct`.
+"""The correction `reweight`: weights and rejections for the sampler's mismatch (verl's rollout
+correction).
 
 With w_t = exp(proximal - behavior), a constant of the gradient, and s_t the clipped surrogate of
 PPO, J_t = keep_t v_t s_t:
@@ -9,21 +9,20 @@ PPO, J_t = keep_t v_t s_t:
     icepop    v_t = 0 outside of (low, high), in the place of cap    arXiv 2510.18855
     normalize v_t divided by its mean over the tokens of the batch, the rejected ones included
 
-    reject    keep_t = 0 where a statistic of d = behavior - proximal leaves its bounds: k1 = d, k2 = d^2 / 2,
-              k3 = exp(-d) + d - 1, estimators of KL(behavior || proximal)
+    reject    keep_t = 0 where k1, k2 or k3 (`kl`) of d = behavior - proximal leaves its bounds
                 token_k1, token_k2, token_k3              rejects the token
                 seq_sum_*, seq_mean_*, seq_max_k2/k3      rejects the sequence
               k2 and k3 have an upper bound. k1 has two, on exp(k1), the *inverse* of w: seq_mean_k1
               with a tight band such as (.999, 1.001) is geometric rejection.
     veto      rejects a sequence of which any w_t < veto             Sparse-RL eq. 6 with 1e-4
     repair    "mask": of such a sequence, only the tokens from the first w_t < veto on; for `sparse` alone
-    bypass    the sampler is the proximal policy: s_t clips exp(learner - behavior), v_t = 1, and rejections use the
-              learner's mismatch. Without rejections this is `is`.
+    bypass    the sampler is the proximal policy: s_t clips exp(learner - behavior), v_t = 1, and
+              rejections use the learner's mismatch
 
-Unlike in verl, rejected tokens contribute 0 and stay in every denominator (see `reduce`). For
-verl's token-mean, pass `counts` of `CorrectionWeights.kept_N`.
+Unlike in verl, rejected tokens stay in every denominator. For verl's token-mean, pass `counts` of
+`CorrectionWeights.kept_N`.
 
-Shape legend: N tokens of the call, laid end to end; S sequences.
+N: tokens, S: sequences.
 """
 
 from __future__ import annotations
@@ -66,18 +65,18 @@ Reject = Mapping[str, float | Bounds]
 
 @dataclass(frozen=True)
 class CorrectionWeights:
-    """Each token's weight before normalisation, where its bounds changed it, and whether it was
-    kept (bool)."""
+    """Each token's weight before normalisation, whether bounds changed it, and whether it
+    was kept."""
 
     weight_N: Tensor
     cut_N: Tensor
     kept_N: Tensor
     sequences: Sequences
-    repaired_N: Tensor | None = None  # masked by `repair`; None without it
+    repaired_N: Tensor | None = None  # masked by `repair`
 
     @property
     def weight_sum(self) -> float:
-        """The sum of the weights over unmasked tokens (`Denominators.weight_sum`)."""
+        """The sum of the weights over unmasked tokens."""
         return float(torch.where(self.sequences.mask_N, self.weight_N, 0).double().sum())
 
 
@@ -96,8 +95,8 @@ def reweight(
     eps_high: float,
     dual_clip: float | None,
 ) -> TokenValues:
-    """Return each token's value and the statistics. With `normalize`, `counts` must have the batch's
-    weight sum. ValueError as from `judge`."""
+    """Return token values and statistics. With `normalize`, `counts` must have the batch's weight
+    sum. ValueError as from `judge`."""
     verdict = judge(
         tokens, weight=weight, cap=cap, icepop=icepop, reject=reject, veto=veto, bypass=bypass
     )
@@ -123,8 +122,7 @@ def judge(
     bypass: bool = False,
     repair: str | None = None,
 ) -> CorrectionWeights:
-    """Return every token's weight, and whether it is rejected, by the options in the module
-    docstring. ValueError for an unknown weight, rule or repair, bounds that reject everything, and
+    """Return every token's weight, and whether it is rejected. ValueError for an invalid option, or
     repair without a veto."""
     if repair not in REPAIRS:
         raise ValueError(f"repair: unknown {repair!r}; expected mask or None")
@@ -148,7 +146,7 @@ def judge(
             rejected_N = sequence_any(anomaly_N, sequences)[sequences.segments_N]
         else:
             rejected_N = repaired_N = sequence_from(anomaly_N, sequences)
-    d_N = -log_weight_N  # behavior - proximal, of which rules bound a statistic
+    d_N = -log_weight_N
     for rule, bound in (reject or {}).items():
         rejected_N = rejected_N | _rejected_by_rule(rule, bound, d_N, sequences)
     return CorrectionWeights(weight_N, cut_N, ~rejected_N, sequences, repaired_N)
@@ -157,7 +155,6 @@ def judge(
 def _bounded_weights(
     log_weight_N: Tensor, sequences: Sequences, weight: str, cap: float, icepop: Bounds | None
 ) -> tuple[Tensor, Tensor]:
-    """Return each token's weight, and where a bound changed it (bool), [N]."""
     if weight == "none":
         return torch.ones_like(log_weight_N), torch.zeros_like(log_weight_N, dtype=torch.bool)
     if weight == "sequence":
@@ -183,8 +180,8 @@ def correct(
     eps_high: float,
     dual_clip: float | None,
 ) -> TokenValues:
-    """Return each token's value, its weight times the clipped surrogate or 0 if it is rejected, and
-    the statistics. counts: of the batch, for `normalize`."""
+    """Return weighted token values, 0 if rejected, and statistics. counts: of the batch, for
+    `normalize`."""
     sequences, weight_N = tokens.sequences, verdict.weight_N
     if normalize:
         weight_N = weight_N / _mean_weight(verdict, counts)
@@ -192,7 +189,6 @@ def correct(
         tokens.ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip
     )
     value_N = torch.where(verdict.kept_N, weight_N * clipped.value_N, 0)
-    # no cap here: what the bounds changed is in the verdict
     statistics = policy_statistics(tokens, clipped) | weight_statistics(tokens, weight_N, math.inf)
     statistics["correction/truncated_fraction"] = masked_mean(verdict.cut_N, sequences.mask_N)
     statistics |= rejection_statistics(verdict.kept_N, sequences)
@@ -202,7 +198,6 @@ def correct(
 
 
 def _mean_weight(verdict: CorrectionWeights, counts: Denominators | None) -> float:
-    """Return the mean weight over the batch. ValueError for counts without the weights' sum."""
     mask_N = verdict.sequences.mask_N
     if counts is None:
         num_tokens, weight_sum = int(mask_N.sum()), verdict.weight_sum
@@ -217,8 +212,8 @@ def _mean_weight(verdict: CorrectionWeights, counts: Denominators | None) -> flo
 
 
 def repair_statistics(repaired_N: Tensor, sequences: Sequences) -> dict[str, Tensor]:
-    """Return the fraction of tokens that `repair` masks in responses of which it keeps a beginning,
-    and of such responses."""
+    """Return the fraction of tokens that `repair` masks, in responses of which it keeps a
+    beginning, and of such responses."""
     has_kept_S = sequence_any(~repaired_N, sequences)
     shortened_S = sequence_any(repaired_N, sequences) & has_kept_S
     has_tokens_S = sequence_any(torch.ones_like(repaired_N), sequences)
@@ -232,8 +227,7 @@ def repair_statistics(repaired_N: Tensor, sequences: Sequences) -> dict[str, Ten
 def _rejected_by_rule(
     rule: str, bound: float | Bounds, d_N: Tensor, sequences: Sequences
 ) -> Tensor:
-    """Return the tokens that a rule (a level and an estimator of `kl`, such as seq_mean_k1) rejects
-    by d = behavior - proximal, bool [N]. NaNs are kept, so that they show."""
+    """Return the rejected tokens, bool [N]. NaNs are kept, so that they show."""
     if rule not in RULES:
         raise ValueError(f"reject: unknown rule {rule!r}; expected one of {', '.join(RULES)}")
     level, estimator = rule.rsplit("_", 1)

@@ -3,15 +3,12 @@
     J = 1/G sum_i M_i 1/|o_i| sum_t xi_t min(R A, clip(R, 1 - eps_low, 1 + eps_high) A)          Sparse-RL eq. 5-7
     xi_t = exp(proximal - behavior),   M_i = 0 if any xi_t of the response is below 1e-4, else 1
 
-The proximal log-probs are the learner's with full context. A token (nearly) impossible under them
-means that the sampler lost needed context: its response is rejected, contributes 0 and stays in
-1/G, and its reward stays in the group's baseline. A KL term applies to kept responses only.
+The proximal log-probs are the learner's with full context. A token that is nearly impossible under
+them shows that the sampler lost needed context. Its response is rejected, but stays in 1/G and in
+the group's baseline; a KL term leaves it out. `repair: mask`, not in the paper, rejects a response
+only from its first such token on.
 
-With `repair: mask`, which is not the paper's, a response is rejected only from its first such token
-on. The tokens before it, to which the KL term then applies, keep their share 1/|o_i| of the whole
-response; broken at its first token, it is rejected.
-
-The paper's xi has no upper bound, nor has this default. Its released code differs: xi capped at 1.5
+The paper's xi has no upper bound, nor has this default. The released code differs: xi capped at 1.5
 (`xi_cap`), tokens outside of (.5, 1.5) masked (`token_rs`), weights divided by their mean over the
 batch (`normalize_xi`), and masked tokens taken out of the denominators, which is not done here.
 """
@@ -38,11 +35,8 @@ def sparse(
     eps_high: float,
     dual_clip: float | None,
 ) -> TokenValues:
-    """Return each token's value and the statistics; `token_rs` are bounds (low, high) on xi;
-    `repair` is None or "mask".
-
-    With `normalize_xi`, `counts` must have the batch's sum of xi.
-    """
+    """Return token values and statistics. `token_rs` are bounds (low, high) on xi. With
+    `normalize_xi`, `counts` must have the batch's sum of xi."""
     verdict = judge_sparse(tokens, xi_cap=xi_cap, token_rs=token_rs, veto=veto, repair=repair)
     return correct(
         tokens,
@@ -67,7 +61,7 @@ def judge_sparse(
     reject = None
     if token_rs is not None:
         low, high = checked_bounds("token_rs", token_rs)
-        # the bounds of k1 are on behavior / proximal, which is 1 / xi
+        # k1's bounds are on behavior / proximal, which is 1 / xi
         lowest_inverse = 1 / high
         highest_inverse = 1 / low if low else math.inf
         reject = {"token_k1": (lowest_inverse, highest_inverse)}

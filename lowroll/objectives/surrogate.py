@@ -2,8 +2,8 @@
 
 Log-probs of one token under three policies give
 
-    R   = exp(learner - proximal)     how far the learner moved since the parameters that made the rollouts
-    w   = exp(proximal - behavior)    how far the sampler (quantized, sparse) is from those parameters; detached
+    R   = exp(learner - proximal)     the learner's change since the rollouts' parameters
+    w   = exp(proximal - behavior)    the sampler's distance from those parameters; detached
     rho = exp(learner - behavior)     = R w
 
 and the clipped surrogate of PPO (arXiv 1707.06347 eq. 7) with separate bounds (clip-higher of DAPO,
@@ -17,10 +17,10 @@ arXiv 2503.14476 eq. 10) and the optional dual clip c > 1 for negative advantage
     dual clipped   A < 0 and R > c
 
 The gradient is 0 where a token is clipped; ties are active. Log-ratios are clamped to +-20 before
-exp. Masked entries may be anything: no NaN of theirs reaches value or gradient. A non-finite learner
-log-prob is kept, to show.
+exp. A NaN in a masked entry reaches neither value nor gradient. A non-finite learner log-prob is
+kept, to show.
 
-Shape legend: N tokens of the call, laid end to end; S sequences.
+N: tokens, S: sequences.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True)
 class ObjectiveInput:
-    """The checked and cleaned tokens of an objective. Only learner_N, log_ratio_N and ratio_N carry
+    """The checked tokens of an objective. Only learner_N, log_ratio_N and ratio_N carry
     gradient."""
 
     sequences: Sequences
-    learner_N: Tensor  # log-probs
+    learner_N: Tensor
     log_ratio_N: Tensor  # learner - proximal, or learner - behavior without proximal
-    ratio_N: Tensor  # its exponential
+    ratio_N: Tensor
     log_weight_N: Tensor  # proximal - behavior, or 0 without both
-    weight_N: Tensor  # w, its exponential
+    weight_N: Tensor
     advantages_N: Tensor
-    teacher_N: Tensor | None  # log-probs
+    teacher_N: Tensor | None
     has_behavior: bool
-    num_dropped: Tensor  # int64 scalar: the unmasked tokens without a finite behavior
+    num_dropped: Tensor  # int64 scalar: unmasked tokens without a finite behavior
 
 
-# what an objective returns: each token's value [N], and the statistics
+# each token's value [N], and the statistics
 TokenValues = tuple[Tensor, dict[str, Tensor]]
 
 
@@ -78,8 +78,8 @@ def exp_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def sequence_ratio(tokens: ObjectiveInput) -> Tensor:
-    """Return exp of the mean log-ratio of each token's sequence, [N], with the token's own gradient:
-    s_t of `gspo`."""
+    """Return exp of the mean log-ratio of each token's sequence, [N], with the token's own
+    gradient: s_t of `gspo`."""
     log_ratio_N, sequences = tokens.log_ratio_N, tokens.sequences
     ratio_S = exp_ratio(sequence_mean(log_ratio_N, sequences)).to(log_ratio_N.dtype)
     own_gradient_N = (log_ratio_N - log_ratio_N.detach()).exp()  # 1, with each token's gradient
@@ -98,9 +98,9 @@ def prepare(
 ) -> ObjectiveInput:
     """Check the tensors of an objective, and return them flat, [N], with their ratios.
 
-    All are [B, T], or packed [N] with `segments`. An unmasked token without a finite `behavior` is
-    masked and counted, and every masked entry becomes 0. At least one of proximal and behavior must
-    be given. ValueError names the tensor whose shape differs.
+    An unmasked token without a finite `behavior` is masked and counted, and every masked entry
+    becomes
+    0. At least one of proximal and behavior must be given. ValueError for a shape that differs.
     """
     sequences = sequences_of(mask, segments)
     tensors = {
@@ -159,8 +159,8 @@ def clip(
     dual_clip: float | None = None,
     stretch_N: Tensor | None = None,
 ) -> Clipped:
-    """Return the clipped surrogate by token (module docstring). stretch_N: multiplies the bound
-    1 + eps_high (ACR). ValueError for a bound that is out of its range."""
+    """Return the clipped surrogate by token. stretch_N multiplies the bound 1 + eps_high (ACR).
+    ValueError for an invalid bound."""
     if not 0 <= eps_low <= 1:
         raise ValueError(f"eps_low: {eps_low} must lie in [0, 1]")
     if not eps_high >= 0:
@@ -184,7 +184,7 @@ def clip(
 
 
 def truncate(weight_N: Tensor, cap: float) -> Tensor:
-    """Return min(w, C). ValueError unless C > 0 (infinity is no cap)."""
+    """Return min(w, C). ValueError unless C > 0."""
     if not cap > 0:
         raise ValueError(f"cap: {cap} must be positive")
     return weight_N.clamp(max=cap)
@@ -193,8 +193,7 @@ def truncate(weight_N: Tensor, cap: float) -> Tensor:
 def policy_statistics(
     tokens: ObjectiveInput, clipped: Clipped, ratio_N: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Return the clip fractions and the ratio (by default that of `tokens`) over unmasked
-    tokens."""
+    """Return the clip fractions and the ratio (by default that of `tokens`)."""
     mask_N = tokens.sequences.mask_N
     ratio_N = tokens.ratio_N if ratio_N is None else ratio_N
     return {
@@ -207,7 +206,7 @@ def policy_statistics(
 
 
 def weight_statistics(tokens: ObjectiveInput, weight_N: Tensor, cap: float) -> dict[str, Tensor]:
-    """Return the applied weight, how often the cap cut it, and the tokens without a behaviour."""
+    """Return statistics of the applied weight and its cap, and the number of dropped tokens."""
     mask_N = tokens.sequences.mask_N
     return {
         "correction/weight_mean": masked_mean(weight_N, mask_N),

@@ -1,7 +1,7 @@
-"""The tables of algorithms and corrections, importable without torch.
+"""The tables of algorithms and corrections (docs/algorithms.md), importable without torch.
 
-docs/algorithms.md says how they combine. An option of one function has its default there, and its
-section under `loss` in a configuration. Defaults are those of the rows' sources; PPO's are verl's.
+An option of one function has its default there, and its section under `loss` in a configuration.
+Defaults are those of the rows' sources; PPO's are verl's.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-MODES = ("seq-mean-token-mean", "token-mean", "constant", "seq-mean-token-sum")  # of `reduce`
-RULES = (  # of `reweight`'s rejections
+MODES = ("seq-mean-token-mean", "token-mean", "constant", "seq-mean-token-sum")
+RULES = (
     "token_k1",
     "token_k2",
     "token_k3",
@@ -39,14 +39,14 @@ _CLIPPED_TERM = "min(R A, clip(R, 1-el, 1+eh) A)"
 class ObjectiveRow:
     """A policy objective as data."""
 
-    formula: str  # the token term, to maximise
+    formula: str  # token term, to maximise
     source: str
     home: str = CLIPPED  # module:function
-    log_probs: tuple[str, ...] = ("proximal",)  # in addition to the learner's
-    options: Mapping[str, Any] = field(default_factory=lambda: CLIP)  # shared ones, with defaults
+    log_probs: tuple[str, ...] = ("proximal",)  # besides the learner's
+    options: Mapping[str, Any] = field(default_factory=lambda: CLIP)
     fixed: Mapping[str, Any] = field(default_factory=dict)  # arguments that are not options
-    judge: str = ""  # module:function of the weights and rejections; "": none
-    sequences: bool = False  # its ratio is a whole sequence's
+    judge: str = ""  # module:function of the weights and rejections
+    sequences: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,12 @@ class Algorithm(ObjectiveRow):
     """A row of `ALGORITHMS`. `advantage` is a name in the table of `lowroll.advantages`."""
 
     advantage: str = "grpo"
-    dynamic_sampling: bool = False  # resample groups with equal rewards
+    dynamic_sampling: bool = False
     # for a sequence ratio: corrections that its function applies, and their options
     applies: Mapping[str, Mapping[str, Any]] | None = None
 
     @property
     def has_critic(self) -> bool:
-        """True if its advantages use a critic's values."""
         return self.advantage == "gae"
 
 
@@ -68,7 +67,7 @@ class Algorithm(ObjectiveRow):
 class Correction(ObjectiveRow):
     """A row of `CORRECTIONS`. One of whole sequences combines with every algorithm."""
 
-    takes: tuple[str, ...] = (*BOUNDS, "reduce")  # the algorithm's options
+    takes: tuple[str, ...] = (*BOUNDS, "reduce")
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -196,9 +195,9 @@ def forms(algorithm: str) -> tuple[str, ...]:
 
 
 def pair(algorithm: str, correction: str) -> ObjectiveRow:
-    """Return the row of an algorithm under a correction: the correction's with the algorithm's values
-    of the options that it takes, or the algorithm's where that `applies` the correction. ValueError
-    for unknown names or an unsupported pair."""
+    """Return the correction's row with the algorithm's values of the options that it takes, or the
+    algorithm's row if that `applies` the correction. ValueError for unknown names or an unsupported
+    pair."""
     for kind, name, choices in (
         ("algorithm", algorithm, tuple(ALGORITHMS)),
         ("correction", correction, tuple(CORRECTIONS)),
@@ -215,7 +214,7 @@ def pair(algorithm: str, correction: str) -> ObjectiveRow:
             f"use {', '.join(other_names)} or {last_name}"
         )
     if base.applies is not None and correction in base.applies:
-        # the algorithm's options win over those that belong to the correction
+        # the algorithm's options win
         options = {**base.applies[correction], **base.options}
         return dataclasses.replace(
             base, log_probs=corrected.log_probs, options=options, fixed=corrected.fixed

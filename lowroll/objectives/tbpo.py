@@ -6,15 +6,13 @@
     A > 0    J = w min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)        no gradient above 1 + eps_high
     A < 0    J = w clip(r, 1 - eps_low, 1 + eps_negative) A              no gradient on either side of the band
 
-A low-bit sampler's garbled tokens are mostly in negative responses, where their ratio explodes and
-PPO has no upper bound; a response outside of the band has no gradient and stays in the mean. The
-token form is GSPO's.
+A low-bit sampler's garbled tokens are mostly in negative responses, where PPO has no upper bound. A
+response outside of the band has no gradient and stays in the mean. The token form is GSPO's.
 
-These follow the paper's text and the table of appendix B: bounds .0003 and .0004, negative ones
-.0003 and .0007, cap 2. Both lower bounds are one option, as that of a positive response never acts.
-"Exceeds the bounds" is read as the ratio r; w is truncated only.
+Bounds follow the paper's appendix B. Both lower bounds are one option, as that of a positive
+response never acts. "Exceeds the bounds" is read as the ratio r.
 
-Shape legend: N tokens of the call, laid end to end; S sequences.
+N: tokens, S: sequences.
 """
 
 from __future__ import annotations
@@ -41,8 +39,8 @@ def tbpo(
     eps_high: float,
     eps_negative: float = 7e-4,
 ) -> TokenValues:
-    """Return each token's value and the statistics; `cap` is C >= 1, `eps_negative` bounds A < 0
-    above."""
+    """Return token values and statistics. `cap` is C >= 1, `eps_negative` the upper bound for A <
+    0."""
     if not cap >= 1:
         raise ValueError(f"cap: {cap} must be 1 or more; weights are kept in [1/cap, cap]")
     if not eps_negative > 0:
@@ -50,7 +48,7 @@ def tbpo(
     sequences, ratio_N = tokens.sequences, sequence_ratio(tokens)
     mismatch_S = exp_ratio(sequence_mean(tokens.log_weight_N, sequences)).to(ratio_N.dtype)
     weight_N = mismatch_S.clamp(1 / cap, cap)[sequences.segments_N]
-    # For A < 0 the upper bound is the dual clip's; below it only the band remains.
+    # For A < 0 the dual clip is the upper bound, and the band the lower one.
     clipped = clip(
         ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high, dual_clip=1 + eps_negative
     )

@@ -3,10 +3,10 @@
 
     L = 1/2 mean_t max( (V_t - G_t)^2, (clip(V_t, Vold_t - c, Vold_t + c) - G_t)^2 )
 
-G = A + V are the returns of `advantages.gae`, before whitening, and Vold its values. Where the
-clipped error is larger there is no gradient.
+G = A + V are the returns of `advantages.gae`, before whitening, and Vold its values. The gradient
+is 0 where the clipped error is larger.
 
-Shape legend: N tokens of the call, laid end to end.
+N: tokens.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def value_loss(
     reduce: str = "token-mean",
     max_length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the loss to *minimise* and its statistics, for [B, T] tensors or packed [N] with
+    """Return the loss to minimise and its statistics, for [B, T] tensors or packed [N] with
     `segments`.
 
-    Only `values` carries gradient. `clip` is c in units of the value; None is the plain squared
-    error. ValueError for a clip that is not positive, or a shape that differs from the mask's.
+    Only `values` carries gradient. A `clip` of None gives the plain squared error. ValueError for
+    an invalid clip or shape.
     """
     if clip is not None and not clip > 0:
         raise ValueError(f"clip: {clip} must be positive")

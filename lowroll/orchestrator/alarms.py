@@ -1,6 +1,4 @@
-"""Signs that a run continues without learning, though no error was raised: limits of a step's
-statistics, and canaries, which score each environment's gold and perturbed answers.
-"""
+"""Signs that a run continues without learning: limits of a step's statistics, and canaries."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ def check_masks(batch: Batch) -> list[str]:
         return []
     scores = [sample.score for sample in batch.samples]
     if all(isinstance(score, ScoreError) and not score.failed for score in scores):
-        return []  # no reward function applies, which `check_any` has logged
+        return []
     return [
         f"nothing is learned: all {len(batch.samples)} rollouts of the batch are flagged by "
         "filters, or cut off and masked (rollout/flagged_*_fraction says by which)"
@@ -56,12 +54,9 @@ def check_masks(batch: Batch) -> list[str]:
 def canaries(
     envs: Mapping[str, Environment], scorer: Scorer, positions: Mapping[str, int]
 ) -> list[str]:
-    """Score known answers, and return one line for each wrong score.
-
-    Each environment gives a right and a wrong answer to its training task at `positions[name]`; one
-    that stores no answers is skipped.
-    """
-    items: list[tuple[Prompt, str]] = []  # a gold and a perturbed answer in turn
+    """Score each environment's gold and perturbed answer to its training task at `positions[name]`.
+    Return one line for each wrong score."""
+    items: list[tuple[Prompt, str]] = []
     for name, env in envs.items():
         prompt = prompt_at(env, positions[name], "train")
         try:

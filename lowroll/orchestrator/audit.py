@@ -1,4 +1,4 @@
-"""Invariants of a run's ledger, checked from its file: no rollout was used twice or lost.
+"""Invariants of a run's ledger, checked from its file.
 
 1. A group is consumed once in the whole run, across restarts.
 2. planned = consumed + dropped + open; a group is dispatched again only while open.
@@ -28,7 +28,7 @@ OPEN = ("planned", "dispatched", "done")
 def check(
     ledger: Path | Sequence[Event], learned: Mapping[int, Sequence[str]] | None = None
 ) -> list[str]:
-    """Return one line for each violation in a ledger. ValueError for a damaged file."""
+    """Return one line for each violation. ValueError for a damaged file."""
     events = read(ledger)[0] if isinstance(ledger, Path) else ledger
     audit = Audit(events)
     if learned is not None:
@@ -37,13 +37,13 @@ def check(
 
 
 class Audit:
-    """The states of all groups after the events so far."""
+    """The states of all groups after some events."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         self.found: list[str] = []
         self.states: dict[str, str] = {}
-        self.batches: dict[int, list[str]] = {}  # without those rolled back
-        self.consumed = 0  # batches up to this step are in a checkpoint
+        self.batches: dict[int, list[str]] = {}
+        self.consumed = 0  # the last step that a checkpoint covers
         # steps of batches, and groups with their state before a move (None: not planned)
         self._undo: list[int | tuple[str, str | None]] = []
         for number, event in enumerate(events, 1):
@@ -102,7 +102,6 @@ class Audit:
             self.states[request_id] = new_state
 
     def _batch(self, number: int, event: Event) -> None:
-        """Record a batch, and check the versions of its tokens."""
         step, learner = event["step"], event["learner"]
         last_step = max(self.batches, default=None)
         if last_step is not None and step != last_step + 1:
@@ -129,7 +128,6 @@ class Audit:
         self.consumed = max(self.consumed, step)
 
     def _roll_back(self, number: int, step: int) -> None:
-        """Undo all events after the batch of a step."""
         if step not in self._undo:
             self.found.append(f"line {number}: rolled back to batch {step}, which does not stand")
             return

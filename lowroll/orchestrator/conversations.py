@@ -4,13 +4,12 @@
     turn i      for each sample a request of its own, "<id>/<sample>/<i>": the prompt, all tokens so
                 far and those of the environment's new messages
 
-A `Dialogue` returns as one group, whose rollouts hold all their turns; other requests pass through.
-Earlier turns are never re-encoded. The noise of a turn depends only on the request's seed and id,
-the sample and the turn.
+A `Dialogue` returns as one group, whose rollouts hold all their turns. Earlier turns are never
+re-encoded. A turn's noise depends only on the request's seed and id, the sample and the turn.
 
-A conversation ends as "done" (the environment says so), "turns" (it has had its turns), "length" (a
-turn was cut at max_tokens), "tokens" (the sequence has no space for another turn, or cuts one
-short), "error" (the environment failed, which becomes the sample's ScoreError) or "abort".
+A conversation ends as "done" (the environment says so), "turns" (their limit), "length" (a turn was
+cut at max_tokens), "tokens" (the sequence is full), "error" (the environment failed, which becomes
+the sample's ScoreError) or "abort".
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Dialogue(Request):
     prompt: Prompt | None = None
     max_turns: int = 1
     max_sequence_tokens: int | None = None
-    tools: bool = False  # whether the model may call tools
+    tools: bool = False
 
     @property
     def first(self) -> Request:
@@ -63,13 +62,12 @@ class Dialogue(Request):
 
     @property
     def fits(self) -> bool:
-        """Whether the sequence has space for a first turn."""
         return self.room(len(self.prompt_ids)) >= max(1, self.min_tokens)
 
 
 @dataclass
 class ConversationState:
-    """One conversation so far."""
+    """The state of one conversation."""
 
     dialogue: Dialogue
     sample: int
@@ -85,12 +83,11 @@ class ConversationState:
 
     @property
     def length(self) -> int:
-        """Tokens of the whole sequence."""
         return len(self.dialogue.prompt_ids) + len(self.token_ids)
 
     @property
     def said(self) -> list[Message]:
-        """The prompt's messages and all others."""
+        """All messages, the prompt's included."""
         assert self.dialogue.prompt is not None
         return [*self.dialogue.prompt.messages, *self.messages]
 
@@ -101,10 +98,9 @@ class ConversationState:
         return f"env {self.dialogue.prompt.env!r}, {self.dialogue.prompt.id}"
 
     def take(self, rollout: Rollout, message: Message) -> None:
-        """Append a drawn turn, and end the conversation after the last. message: the turn's text and
-        calls."""
+        """Append a drawn turn, and end the conversation after the last."""
         start, request = len(self.token_ids), self.dialogue
-        turn_limit = request.room(self.length)  # before the turn
+        turn_limit = request.room(self.length)
         self.token_ids += rollout.token_ids
         self.logprobs += rollout.logprobs
         if rollout.top_logprobs is not None:
@@ -112,7 +108,7 @@ class ConversationState:
         turn = Turn(start, len(self.token_ids), rollout.finish_reason, rollout.stop_reason)
         self.turns.append(turn)
         self.messages.append(message)
-        self.tag = self.tag or rollout.behavior  # of the first turn
+        self.tag = self.tag or rollout.behavior
         for span in rollout.behavior.policy:
             self._span(replace(span, start=start + span.start))
         if rollout.finish_reason == "abort":
@@ -148,11 +144,11 @@ class ConversationState:
 
     @property
     def request(self) -> Request:
-        """The request for the next turn of this sample."""
+        """The request for the next turn."""
         dialogue = self.dialogue
         conversation_id = f"{dialogue.id}/{self.sample}"
         turn = len(self.turns)
-        # the first turns of all samples share the dialogue's own request
+        # turn 0 is the dialogue's own request, which all samples share
         previous_id = f"{conversation_id}/{turn - 1}" if turn > 1 else dialogue.id
         request = replace(
             dialogue.first,
@@ -165,7 +161,6 @@ class ConversationState:
 
     @property
     def rollout(self) -> Rollout:
-        """All turns as one rollout."""
         assert self.tag is not None and self.ended is not None
         last_turn = self.turns[-1]
         finish_reason: FinishReason = "stop"
@@ -189,7 +184,6 @@ class ConversationState:
         return Conversation(self.messages, self.ended, self.error)
 
     def _span(self, span: PolicySpan) -> None:
-        """Append a policy span, unless the last one has the same weights."""
         if self.spans:
             last = self.spans[-1]
             if (last.version, last.digest) == (span.version, span.digest):
@@ -199,10 +193,9 @@ class ConversationState:
 
 @dataclass
 class _Exchange:
-    """A dialogue and its conversations, none before the first turns are back.
+    """A dialogue and its conversations, which exist after the first turns.
 
-    asked: the engine's handles of requests in flight, with the sample whose turn each is; None for
-    the first turns of all samples.
+    asked: the sample of each request in flight, by handle; None for turn 0.
     """
 
     dialogue: Dialogue
@@ -236,7 +229,7 @@ class Conversations:
         self.tokenizer = tokenizer
         self._open: dict[int, _Exchange] = {}  # by the handle from `add`
         self._whose: dict[int, int] = {}  # engine's handle -> handle from `add`
-        self._given_up: set[int] = set()  # engine's handles whose groups may still return
+        self._given_up: set[int] = set()  # engine's handles; their groups may still return
 
     def generate(self, requests: list[Request], on_progress: Progress | None = None) -> list[Group]:
         """Return all groups in order. Progress counts one turn's requests."""
@@ -247,7 +240,7 @@ class Conversations:
         ]
         first_answers = self.engine.generate(first_requests, on_progress=on_progress)
         groups = self._by_id(first_requests, first_answers)
-        exchanges: dict[int, _Exchange] = {}  # by the request's index
+        exchanges: dict[int, _Exchange] = {}
         for i, request in enumerate(requests):
             if isinstance(request, Dialogue):
                 exchanges[i] = _Exchange(request)
@@ -261,7 +254,6 @@ class Conversations:
         return [exchanges[i].group if i in exchanges else group for i, group in enumerate(groups)]
 
     def add(self, request: Request) -> int:
-        """Send a request or a dialogue's first turn; return its handle."""
         if not isinstance(request, Dialogue):
             return self._add(request)
         handle = self._add(request.first)
@@ -270,21 +262,19 @@ class Conversations:
         return handle
 
     def step(self) -> list[tuple[int, Group]]:
-        """Wait a moment; return finished groups by handle. A conversation whose turn returned goes
-        on with the environment's reply."""
         ended: list[tuple[int, Group]] = []
-        returned: dict[int, list[ConversationState]] = {}  # by the handle from `add`
+        returned: dict[int, list[ConversationState]] = {}
         for handle, group in self.engine.step():
             if handle in self._given_up:
                 self._given_up.discard(handle)
                 continue
             owner = self._whose.pop(handle, None)
-            if owner is None:  # not a dialogue's
+            if owner is None:
                 ended.append((handle, group))
                 continue
             talks = self._take_turns(self._open[owner], handle, group)
             returned.setdefault(owner, []).extend(talks)
-        # one call for all of them: environments reply in parallel
+        # one call, so that environments reply in parallel
         self._answer([talk for talks in returned.values() for talk in talks])
         for owner, talks in returned.items():
             self._ask_next_turns(owner, talks)
@@ -294,7 +284,6 @@ class Conversations:
     def _take_turns(
         self, exchange: _Exchange, handle: int, group: Group
     ) -> list[ConversationState]:
-        """Append the turns that the engine returned for a handle; return their conversations."""
         sample = exchange.asked.pop(handle)
         if sample is None:
             self._begin(exchange, group)
@@ -311,7 +300,6 @@ class Conversations:
                 self._whose[handle] = owner
 
     def abort(self, handle: int) -> bool:
-        """Abort a request or a dialogue. Return False if it had ended."""
         exchange = self._open.pop(handle, None)
         if exchange is None:
             return self.engine.abort(handle)
@@ -335,7 +323,7 @@ class Conversations:
             for turn in talk.turns:
                 drawn_ids += talk.token_ids[turn.start : turn.end]
             engine_handle = handle_by_sample.get(talk.sample)
-            if engine_handle is not None:  # a turn is in flight
+            if engine_handle is not None:
                 for turn_so_far in self.engine.so_far(engine_handle):
                     drawn_ids += turn_so_far.token_ids
             talks_so_far.append(_SoFar(drawn_ids))
@@ -347,7 +335,6 @@ class Conversations:
         return handle
 
     def _begin(self, exchange: _Exchange, group: Group) -> None:
-        """Begin the conversations of a dialogue with their first turns, one a rollout."""
         exchange.talks = [
             ConversationState(exchange.dialogue, i) for i in range(len(group.rollouts))
         ]
@@ -355,7 +342,6 @@ class Conversations:
             self._take(talk, [rollout])
 
     def _take(self, talk: ConversationState, rollouts: list[Rollout]) -> None:
-        """Append a returned turn. InvalidRollout unless there is exactly one."""
         if len(rollouts) != 1:
             raise InvalidRollout(
                 f"request {talk.request.id!r}: {len(rollouts)} rollouts, expected 1"
@@ -363,7 +349,6 @@ class Conversations:
         talk.take(rollouts[0], self.tokenizer.turn(rollouts[0].token_ids, talk.dialogue.tools))
 
     def _answer(self, talks: Sequence[ConversationState]) -> list[ConversationState]:
-        """Get the environments' replies; return the conversations that continue."""
         waiting = [talk for talk in talks if talk.ended is None]
         if not waiting:
             return []
@@ -375,7 +360,6 @@ class Conversations:
 
     @staticmethod
     def _by_id(requests: Sequence[Request], groups: Sequence[Group]) -> list[Group]:
-        """Return the groups in the order of the requests. InvalidRollout for a missing one."""
         group_by_id = {group.request.id: group for group in groups}
         for request in requests:
             if request.id not in group_by_id:

@@ -1,7 +1,7 @@
 """The orchestrator's errors, and the rule that distinguishes a broken scorer from a hard task.
 
-A score that could not be computed is an error and never a reward of 0. Above an error rate the
-rest would be biased, so the run stops.
+A score that could not be computed is an error and never a reward of 0. The remaining scores are
+biased, so above an error rate the run stops.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lowroll.types import RunFailed, Score, ScoreError, printable
 
 logger = logging.getLogger(__name__)
 
-MESSAGE_LIMIT = 500  # logged characters of a scorer's message
+MESSAGE_LIMIT = 500
 
 
 class InvalidRollout(ValueError):
@@ -22,11 +22,11 @@ class InvalidRollout(ValueError):
 
 
 class ScoringFailed(RunFailed):
-    """The scorer is broken; the message counts the errors by kind."""
+    """A broken scorer; the message counts the errors by kind."""
 
 
 class NoSignal(RunFailed):
-    """No group of a step has differing rewards, so there is nothing to learn."""
+    """A step without a group of differing rewards."""
 
 
 class ErrorWindow:
@@ -77,7 +77,7 @@ class ErrorWindow:
 
 
 def check_any(scores: Sequence[Score | ScoreError], what: str) -> None:
-    """Raise ScoringFailed when all scores of `what` are errors; log a warning when none applies."""
+    """Raise ScoringFailed when all scores of `what` are errors; warn when none applies."""
     errors = [score for score in scores if isinstance(score, ScoreError)]
     failed = [error for error in errors if error.failed]
     if len(errors) < len(scores):
@@ -90,7 +90,7 @@ def check_any(scores: Sequence[Score | ScoreError], what: str) -> None:
 
 
 def describe(errors: list[ScoreError]) -> str:
-    """Return the kinds with counts, most frequent first, and the first message, clipped."""
+    """Return the kinds with counts, most frequent first, and the first message."""
     kinds = Counter(sorted(error.kind for error in errors))
     counts_text = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     return f"{counts_text}; first: {errors[0].kind}: {printable(errors[0].message[:MESSAGE_LIMIT], 4 * MESSAGE_LIMIT)}"

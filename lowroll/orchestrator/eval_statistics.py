@@ -1,7 +1,7 @@
 """Metrics of an evaluation and their confidence intervals.
 
-    pass@k = 1 - C(n - c, k) / C(n, k)   of n responses c are solved: the chance that one of k is, unbiased
-                                         (Chen et al. 2021, "Evaluating LLMs Trained on Code", eq. 1)
+    pass@k = 1 - C(n - c, k) / C(n, k)   of n responses c are solved; unbiased (Chen et al. 2021,
+                                         "Evaluating LLMs Trained on Code", eq. 1)
     avg@k  = the mean share of k responses that are solved
     maj@k  = the share of examples whose most frequent answer is right (Wang et al. 2022, "Self-Consistency")
 
@@ -21,7 +21,7 @@ LEVEL = 0.95
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the chance that one of k responses, taken from n with c solved, is solved."""
+    """Return the unbiased pass@k of n responses, of which c are solved."""
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(
             f"pass_at_k: expected 0 <= c <= n and 1 <= k <= n, got n={n}, c={c}, k={k}"
@@ -41,8 +41,8 @@ def interval(
     level: float = LEVEL,
     resamples: int = RESAMPLES,
 ) -> tuple[float, float]:
-    """Return the bounds of the mean of the sets' means; values are resampled within their set.
-    ValueError for an empty set."""
+    """Return a bootstrap interval of the mean of the sets' means; values are resampled within their
+    set. ValueError for an empty set."""
     if not sets or not all(sets):
         raise ValueError("interval: expected values, got an empty set")
     rng = Random(seed)
@@ -54,7 +54,7 @@ def interval(
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the `share` quantile (0..1) of a non-empty sequence, linear between neighbours."""
+    """Return the `share` quantile (0..1) of a non-empty sequence, interpolated linearly."""
     ordered = sorted(values)
     position = share * (len(ordered) - 1)
     lower_index = floor(position)

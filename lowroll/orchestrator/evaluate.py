@@ -1,5 +1,4 @@
-"""Evaluation of the policy on held-out tasks: pass@1, pass@k and avg@k (`orchestrator.eval_statistics`)
-over each example's scored rollouts, averaged over examples."""
+"""Evaluation of the policy on held-out tasks (`orchestrator.eval_statistics`)."""
 
 from __future__ import annotations
 
@@ -41,11 +40,10 @@ def evaluate(
     on_phase: PhaseProgress | None = None,
 ) -> dict[str, float]:
     """Return the metrics `eval/<env>/{reward,pass_at_1,avg_at_k,pass_at_k,length_mean}` over the
-    first examples of the test split, at most `num_examples`; k is rollouts_per_example.
+    first examples of the test split; k is rollouts_per_example.
 
-    Examples with more than `max_prompt_tokens` are left out, and those with fewer than k scored
-    rollouts of pass@k. The same seed gives the same noise for any weights. ScoringFailed by the
-    training loop's rule, ValueError without a usable example.
+    pass@k leaves out examples with fewer than k scored rollouts. The same seed gives the same noise
+    for any weights. ScoringFailed as `check_errors`, ValueError without a usable example.
     """
     draws = plan(
         env,
@@ -87,8 +85,8 @@ def plan(
     max_prompt_tokens: int | None,
     max_sequence_tokens: int | None = None,
 ) -> list[PromptDraw]:
-    """Return the draws of the first examples of the test split, without too long prompts. ValueError
-    when none is left."""
+    """Return the draws of the first examples of the test split, without too long prompts.
+    ValueError when none is left."""
     size = env.size("test")
     positions = range(num_examples if size is None else min(num_examples, size))
     draws = [
@@ -122,7 +120,7 @@ def summarise(examples: list[list[Sample]], k: int) -> dict[str, float]:
     solved = [[reward >= SOLVED for reward in example] for example in rewards if example]
     lengths = [sample.rollout.num_drawn for example in examples for sample in example]
     metrics = {"length_mean": fmean(lengths)}
-    if not solved:  # no reward function applies to any sample
+    if not solved:
         return metrics
     metrics |= {
         "reward": fmean(fmean(example) for example in rewards if example),

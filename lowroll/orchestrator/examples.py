@@ -28,9 +28,8 @@ TOGETHER = 1024  # responses per call of the scorer
 class ExampleResponse:
     """One response, or its side of a conversation.
 
-    `text`: of the last turn. `tokens`: all drawn. `messages`: of a conversation, after the prompt.
-    `failed`: its environment's error. `token_ids`: where a scorer takes them. `score`: None before
-    it is scored.
+    `text`: of the last turn. `tokens`: the number of all drawn. `messages`: those after the prompt.
+    `failed`: its environment's error.
     """
 
     text: str
@@ -48,7 +47,7 @@ class ExampleResponse:
 
 @dataclass
 class Example:
-    """One task and its responses, in sample order. `id` is the request's."""
+    """One task and its responses, in sample order."""
 
     id: str
     prompt: Prompt
@@ -120,8 +119,7 @@ def score(
     keep: Keep,
     on_progress: Progress | None = None,
 ) -> None:
-    """Score every response, except aborted ones and those with a failed environment, which get an
-    error. Examples go to `keep` a batch at a time."""
+    """Score every response. Aborted ones and those with a failed environment get an error."""
     num_done = 0
     for batch in _scorer_batches(examples):
         to_score: list[tuple[Prompt, ExampleResponse]] = []
@@ -130,7 +128,6 @@ def score(
                 response.score = _unscorable_error(response)
             scorable = [response for response in example.responses if response.score is None]
             token_ids = [response.token_ids or [] for response in scorable]
-            # the state before training, as an evaluation has no steps
             prompt = for_scorer(example.prompt, token_ids, step=1, max_steps=0)
             to_score += [(prompt, response) for response in scorable]
         outcomes = scorer.score(
@@ -145,7 +142,6 @@ def score(
 
 
 def _unscorable_error(response: ExampleResponse) -> ScoreError | None:
-    """Return the error of a response that must not be scored, or None."""
     if response.failed is not None:
         return ScoreError("exception", response.failed)
     if response.finish_reason == "abort":
@@ -160,8 +156,8 @@ def votes(
     on_progress: Progress | None = None,
 ) -> list[bool] | None:
     """Return whether each example's most frequent answer is right; None where the environment does
-    not compare answers (`Environment.matching`). Two answers are the same when the scorer accepts
-    the second for the first."""
+    not compare answers. Two answers are the same when the scorer accepts the second for the first.
+    """
     if not examples or env.matching(examples[0].prompt, "") is None:
         return None
     is_solved: list[bool] = []
@@ -175,7 +171,6 @@ def votes(
 
 
 def _scorer_batches(examples: Sequence[Example]) -> Iterator[list[Example]]:
-    """Yield batches of examples with at most TOGETHER responses, but at least one example."""
     max_responses = max((len(example.responses) for example in examples), default=1)
     size = max(1, TOGETHER // max(1, max_responses))
     for start in range(0, len(examples), size):
@@ -186,16 +181,13 @@ def _answer_classes(
     examples: Sequence[Example], env: Environment, scorer: Scorer
 ) -> list[list[int | None]]:
     """Return for every response the first response of its example with the same answer, or None
-    without an answer.
-
-    A round begins one class in every example, in one call of the scorer.
-    """
+    without an answer. Each round begins one class in every example, with one call of the scorer."""
     classes: list[list[int | None]] = [[None] * len(example.responses) for example in examples]
     unclassified = [
         [i for i, r in enumerate(example.responses) if _has_answer(r)] for example in examples
     ]
     while any(unclassified):
-        pairs: list[tuple[int, int, int]] = []  # an example and two of its responses
+        pairs: list[tuple[int, int, int]] = []
         for number, waiting in enumerate(unclassified):
             if waiting:
                 first = waiting.pop(0)
@@ -215,7 +207,6 @@ def _has_answer(response: ExampleResponse) -> bool:
 
 
 def _comparison(env: Environment, example: Example, first: int, other: int) -> tuple[Prompt, str]:
-    """Return the scorer's item that compares two responses."""
     task = env.matching(example.prompt, example.responses[first].text)
     assert task is not None
     return task, example.responses[other].text

@@ -1,12 +1,13 @@
 """Flags for degenerate rollouts that a reward may miss.
 
 Gibberish: a rare token drawn with almost no probability,
-    exists t: token_id_t > 100000  and  logprob_t < -ln(V) - 2          (byte-pair ids grow with rarity)
-Repetition: the policy has been certain of thousands of consecutive tokens,
-    3000 consecutive t with  logprob_t > ln 0.99
 
-(rules and constants of prime-rl's and Surogate's filters.) With `enforce` a flagged rollout's loss
-mask becomes 0, while its reward stays in the group's baseline.
+    exists t: token_id_t > 100000  and  logprob_t < -ln(V) - 2          (byte-pair ids grow with rarity)
+
+Repetition: 3000 consecutive tokens of which the policy was certain, logprob_t > ln 0.99.
+
+Rules and constants are those of prime-rl and Surogate. With `enforce` a flagged rollout's loss mask
+becomes 0, while its reward stays in the group's baseline.
 """
 
 from __future__ import annotations
@@ -35,8 +36,7 @@ class Filter(Protocol):
 
 @dataclass(frozen=True)
 class Gibberish:
-    """A rare token drawn at less than exp(-logprob_offset) of a uniform draw over the
-    vocabulary."""
+    """The gibberish rule, for V = vocab_size."""
 
     vocab_size: int
     token_id_threshold: int = 100_000
@@ -58,7 +58,7 @@ class Gibberish:
 
 @dataclass(frozen=True)
 class Repetition:
-    """A long unbroken run of certain tokens."""
+    """The repetition rule."""
 
     window: int = 3000
     prob_threshold: float = 0.99

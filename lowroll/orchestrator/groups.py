@@ -1,7 +1,7 @@
 """From an engine's answer to samples with advantages: check, decode, score, shape, credit.
 
 Unscored and aborted samples are left out of their group's statistics, with advantage 0 and an
-all-zero loss mask. All advantages are 0 in a group with fewer than two scored samples.
+all-zero loss mask.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lowroll.types import (
     ScoreError,
 )
 
-LOGPROB_SLACK = 1e-4  # nats above 0 from rounding of a certain token
+LOGPROB_SLACK = 1e-4  # nats above 0, by rounding
 
 
 class Unverified:
@@ -49,8 +49,8 @@ class ScoredGroup:
 
     samples: list[Sample]
     flags: dict[str, int]
-    id: str  # id of its request
-    temperature: float  # sampling temperature
+    id: str
+    temperature: float
 
     @property
     def versions(self) -> tuple[int, int]:
@@ -116,8 +116,8 @@ def check_group(draw: PromptDraw, group: Group) -> None:
 
 
 def _check_turns(rollout: Rollout, where: str) -> None:
-    """Raise InvalidRollout unless the turns cover the rollout in order, with at least one token of
-    the environment between two, and these tokens have no log-prob."""
+    """Raise InvalidRollout unless the turns cover the rollout in order, with tokens of the
+    environment, without log-probs, between two."""
     assert rollout.turns is not None
     previous_end = 0
     for number, turn in enumerate(rollout.turns):
@@ -143,8 +143,8 @@ def score(
     step: int = 1,
     max_steps: int = 0,
 ) -> list[list[Sample]]:
-    """Decode and score every rollout: one list of samples per draw. Aborted rollouts and failed
-    environments are not scored. step and max_steps: as of `for_scorer`."""
+    """Decode and score every rollout; return one list of samples per draw. Aborted rollouts and
+    failed environments are not scored."""
     samples_by_group = [
         samples_of(draw, group, tokenizer) for draw, group in zip(draws, groups, strict=True)
     ]
@@ -183,9 +183,8 @@ def finite(outcome: Score | ScoreError) -> Score | ScoreError:
 
 
 def for_scorer(prompt: Prompt, token_ids: Sequence[list[int]], step: int, max_steps: int) -> Prompt:
-    """Return a group's prompt for its scorer, with what its `info["takes"]` lists: the responses'
-    token ids, and the run's finished steps and their total (0: unknown). step: the current one,
-    from 1."""
+    """Return a group's prompt with what its `info["takes"]` lists: the responses' token ids, the
+    run's finished steps and their total (0: unknown). `step` is the current one, from 1."""
     available = {
         "completion_ids": list(token_ids),
         "trainer_state": {"global_step": step - 1, "max_steps": max_steps},
@@ -197,9 +196,8 @@ def for_scorer(prompt: Prompt, token_ids: Sequence[list[int]], step: int, max_st
 
 
 def credit(samples: list[Sample], settings: Settings, request: Request) -> ScoredGroup:
-    """Shape a group's rewards, flag its rollouts, and set advantages and loss masks in place. The
-    loss mask of a sample without a score, or flagged by an enforcing filter, is all 0; a flagged
-    one's reward still counts in its group."""
+    """Shape a group's rewards, flag its rollouts, and set advantages and loss masks in place. A
+    rollout that an enforcing filter flags still counts in its group."""
     flags: Counter[str] = Counter()
     for sample in samples:
         sample.reward = _shaped_reward(sample, settings)
@@ -253,7 +251,6 @@ def _last_turn_ids(rollout: Rollout) -> list[int]:
 
 
 def _shaped_reward(sample: Sample, settings: Settings) -> float | None:
-    """Return a sample's reward with the length penalty; None without a score."""
     if not isinstance(sample.score, Score):
         return None
     if settings.overlong_max is None or settings.overlong_cache is None:

@@ -30,7 +30,7 @@ class EngineClient(Protocol):
         ...
 
     def step(self) -> list[tuple[int, Group]]:
-        """Wait a moment; return finished groups by handle, aborted ones perhaps among them."""
+        """Wait a moment; return finished groups by handle, perhaps also aborted ones."""
         ...
 
     def abort(self, handle: int) -> bool:
@@ -38,13 +38,12 @@ class EngineClient(Protocol):
         ...
 
     def so_far(self, handle: int) -> Sequence[HasTokens]:
-        """Return what is known of each sample of a request in flight."""
+        """Return each sample of a request in flight."""
         ...
 
 
 class WeightsWatch(Protocol):
-    """The weights of a learner in another process, as the engines load them. Every wait has a
-    deadline."""
+    """The weights of a learner in another process. Every wait has a deadline."""
 
     def at_least(self, version: int, most: int) -> int:
         """Wait for weights of this version or newer, load the newest up to `most`, and return its
@@ -52,11 +51,11 @@ class WeightsWatch(Protocol):
         ...
 
     def exactly(self, version: int) -> int:
-        """Wait for weights of exactly this version, load them, and return the version."""
+        """Wait for weights of exactly this version and load them."""
         ...
 
     def newer(self, most: int) -> int | None:
-        """Load newer weights up to `most` and return their version; None when there are none."""
+        """Load newer weights up to `most` and return their version, if there are any."""
         ...
 
 
@@ -84,7 +83,7 @@ class Tokenizer(Protocol):
 
 
 class Scorer(Protocol):
-    """A scorer of responses or conversations by each prompt's environment."""
+    """A scorer of responses or conversations."""
 
     def score(
         self,
@@ -96,7 +95,7 @@ class Scorer(Protocol):
 
 
 class Responder(Protocol):
-    """The environments' side of conversations, by each prompt's environment."""
+    """The environments' side of conversations."""
 
     def respond(
         self, items: Sequence[tuple[Prompt, list[Message]]]

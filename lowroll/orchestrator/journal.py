@@ -6,11 +6,11 @@
     {"event": "batched", "step": 3, "ids": [...], "oldest": [...], "learner": 2, "most": 8}
     {"event": "dropped", "step": 3, "reason": "stale", "ids": [...]}
     {"event": "consumed", "step": 3}                             up to this batch, in a checkpoint
-    {"event": "rolled_back", "step": 2}                          what came after batch 2 is undone
+    {"event": "rolled_back", "step": 2}                          undoes what came after batch 2
     {"event": "begun", "step": 0, "open": [...]}                 nothing before this counts
 
 Each line has a checksum seeded with its number. The file is synced before a batch is sent. A torn
-last line is removed when the file is reopened; other damage is an error.
+last line is removed; other damage is an error.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
 
 
 def read(path: Path) -> tuple[list[Event], int]:
-    """Return the events of a file, and its length in bytes without a torn last line. ValueError
-    names another invalid line."""
+    """Return the events of a file, and its length in bytes without a torn last line. ValueError for
+    another invalid line."""
     *lines, text_after_last_newline = read_file(path).split(b"\n")
     events: list[Event] = []
     valid_length = 0
@@ -50,7 +50,7 @@ def read(path: Path) -> tuple[list[Event], int]:
         except ValueError as error:
             is_last = number == len(lines) and not text_after_last_newline
             if is_last:
-                break  # it may have been written in part
+                break  # perhaps written in part
             raise ValueError(f"{path}: line {number}: {error}") from None
         valid_length += len(line) + 1
     return events, valid_length
@@ -76,7 +76,7 @@ class Journal:
         length = 0
         if self.path.exists():
             events, length = read(self.path)
-        self.batches: list[int] = []  # steps not rolled back; 0 for the beginning
+        self.batches: list[int] = []  # 0 for the beginning
         self._dirty = False  # events follow the last batch
         self._lines = 0
         for event in events:
@@ -99,7 +99,7 @@ class Journal:
             self._file = -1
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append an event. TypeError for an unknown one."""
+        """Append an event. TypeError for unexpected fields."""
         if set(fields) != set(FIELDS[event]):
             raise TypeError(f"{event}: expected {FIELDS[event]}, got {sorted(fields)}")
         entry = {"event": event, **fields}
@@ -114,11 +114,8 @@ class Journal:
             os.fsync(self._file)
 
     def go_on(self, step: int, open_ids: Sequence[str], again: bool = False) -> None:
-        """Resume after batch `step` (0: from the beginning) with these open groups.
-
-        What came after that batch is undone. `again` discards all earlier events. ValueError when
-        the file has no such batch.
-        """
+        """Resume after batch `step` (0: from the beginning) with these open groups. `again`
+        discards all earlier events. ValueError when the file has no such batch."""
         if self.step is None or again:
             self.write("begun", step=step, open=list(open_ids))
         elif step not in self.batches:
@@ -126,12 +123,11 @@ class Journal:
                 f"{self.path}: no batch of step {step} stands in it (the last one is "
                 f"{self.step}): it is cut short, or another run's"
             )
-        elif step != self.step or self._dirty:  # something came after it
+        elif step != self.step or self._dirty:
             self.write("rolled_back", step=step)
         self.sync()
 
     def _note(self, event: Event) -> None:
-        """Count an event's line, and update `batches` and `_dirty` by it."""
         self._lines += 1
         kind = event["event"]
         if kind == "begun":

@@ -21,16 +21,16 @@ from lowroll.orchestrator.settings import Settings
 COUNTS = ("draws", "planned", "consumed", "dropped", "passed_over", "duplicates", "pooled")
 POOLS = ("easy", "hard")
 STATE_FORMAT = 2
-STATE = ("format", "step", "plan", "ledger", "errors")  # of the orchestrator
+STATE = ("format", "step", "plan", "ledger", "errors")
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """An open group: the values to draw it again."""
+    """The values from which to draw an open group again."""
 
     env: str
-    position: int  # in its environment
-    step: int  # planned for
+    position: int
+    step: int
     temperature: float
 
     @classmethod
@@ -73,8 +73,8 @@ class Pools:
             self._held["hard"].setdefault(env, {})[prompt_id] = None
 
     def take_back(self, pool: str, share: float, order: Any) -> int:
-        """Release a share of a pool, at least one prompt: those with the smallest `order(env, id)`.
-        Return their number."""
+        """Release a share of a pool, at least one prompt, by the smallest `order(env, id)`. Return
+        their number."""
         pooled = [(env, prompt_id) for env, ids in self._held[pool].items() for prompt_id in ids]
         if not pooled or share <= 0:
             return 0
@@ -85,7 +85,7 @@ class Pools:
         return len(released)
 
     def state(self) -> dict[str, dict[str, list[str]]]:
-        """Return JSON: pool, environment, ids."""
+        """Return JSON data: pool, environment, ids."""
         return {
             pool: {env: list(ids) for env, ids in sorted(envs.items()) if ids}
             for pool, envs in self._held.items()
@@ -114,15 +114,15 @@ def _are_id_lists(envs: Any) -> bool:
 class Ledger:
     """Counts of drawn groups by outcome."""
 
-    draws: int = 0  # draws made, including passed-over prompts
+    draws: int = 0  # including passed-over prompts
     cursors: dict[str, int] = field(default_factory=dict)  # next position of each environment
     planned: int = 0
-    consumed: int = 0  # in a batch
-    dropped: int = 0  # with a reason
-    passed_over: int = 0  # prompts over max_prompt_tokens: never planned, like the next two
-    duplicates: int = 0  # duplicate prompts
-    pooled: int = 0  # prompts in the easy or the hard pool
-    open: list[GroupPlan] = field(default_factory=list)  # in planned order
+    consumed: int = 0
+    dropped: int = 0
+    passed_over: int = 0  # too long prompts: never planned, like the next two
+    duplicates: int = 0
+    pooled: int = 0
+    open: list[GroupPlan] = field(default_factory=list)
     pools: Pools = field(default_factory=Pools)
     levels: dict[str, LevelProgress] = field(
         default_factory=dict

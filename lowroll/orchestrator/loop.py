@@ -8,8 +8,8 @@ A step works on a copy of the ledger, which replaces the ledger once the batch w
 raises changes nothing, and its retry makes the same requests with the same noise.
 
 Dynamic sampling (DAPO, Section 3.2) replaces groups whose scores are all equal,
-`online_difficulty_filtering` those of mean reward 0 or 1. After `max_rounds` the step goes on with
-the groups that it has; `no_signal` says what happens when there is none.
+`online_difficulty_filtering` those of mean reward 0 or 1. After `max_rounds` the step continues
+with the groups that it has.
 """
 
 from __future__ import annotations
@@ -68,9 +68,8 @@ class Orchestrator:
         weights: WeightsWatch | None = None,
         journal: Journal | None = None,
     ) -> None:
-        """`rollout_log` receives every rollout of a step once (`logged`). `describe` returns more
-        metrics of a batch. `weights`: of a learner in another process. `journal`: the ledger's
-        file."""
+        """Set up the loop. `rollout_log` receives every rollout of a step once. `describe` returns
+        more metrics of a batch."""
         self.source = PromptSource(settings, envs, tokenizer)
         self.engine = engine
         self.scorer = scorer
@@ -86,9 +85,9 @@ class Orchestrator:
         self.errors = ErrorWindow(
             settings.max_error_rate, settings.error_window, settings.batch_size
         )
-        self.last = 0  # the step of the last batch
+        self.last = 0
         self._journal_in_sync = False
-        self._restart_journal = False  # whether the next sync discards earlier events
+        self._restart_journal = False
         self._waits = {"time/wait_weights": 0.0, "time/wait_trainer": 0.0}
         self._last_batch_at = time.monotonic()
         if settings.skip_verification:
@@ -102,11 +101,11 @@ class Orchestrator:
         return self.source.settings
 
     def step(self, step: int, version: int | None = None) -> Batch:
-        """Make the batch of a step and send it. `version`: the learner's, which bounds every
-        rollout's versions; with watched weights it is step - 1.
+        """Make the batch of a step and send it. `version`, the learner's, bounds every rollout's
+        versions; with watched weights it is step - 1.
 
         Raises ScoringFailed, NoSignal, InvalidRollout or the errors of the engine, scorer, channel
-        or weights; the ledger is unchanged then.
+        or weights.
         """
         if version is None and self.weights is not None:
             version = step - 1
@@ -146,7 +145,6 @@ class Orchestrator:
     # -- collecting groups -------------------------------------------------------------------------
 
     def _collect_in_rounds(self, pending: PendingBatch) -> None:
-        """Draw the missing groups and wait for all, in rounds, until there are enough."""
         settings, buffer = self.settings, self.rollout_buffer
         max_rounds = settings.max_rounds if settings.filters_groups else 1
         while pending.rounds < max_rounds and len(pending.kept) < settings.num_groups:
@@ -171,8 +169,6 @@ class Orchestrator:
             pending.rounds += 1
 
     def _collect_as_they_end(self, pending: PendingBatch) -> None:
-        """Keep groups open and take those that end, until there are enough, or with filters until
-        `max_rounds` batches of groups have returned."""
         settings, buffer, ledger = self.settings, self.rollout_buffer, pending.ledger
         num_groups, num_returned = settings.num_groups, 0
         while True:
@@ -215,7 +211,7 @@ class Orchestrator:
             open_group.scored = scored_group
 
     def _take_ready(self, pending: PendingBatch, chosen: Sequence[OpenGroup]) -> None:
-        """Make the chosen groups the batch's. Drop the others, unless they carry on."""
+        """Keep the chosen groups. Drop the others, unless they continue into the next batch."""
         buffer, ledger = self.rollout_buffer, pending.ledger
         pending.kept = [open_group.scored for open_group in chosen if open_group.scored is not None]
         pending.stats = buffer.stats(pending.step, chosen)
@@ -227,7 +223,6 @@ class Orchestrator:
     def _score(
         self, pending: PendingBatch, draws: list[PromptDraw], groups: list[Group]
     ) -> list[ScoredGroup]:
-        """Score the groups, check the error rate, and set advantages."""
         started = time.monotonic()
         samples = grouping.score(
             draws,
@@ -249,12 +244,9 @@ class Orchestrator:
     # -- dropping groups ---------------------------------------------------------------------------
 
     def _drop_stale_in_flight(self, pending: PendingBatch, version: int) -> None:
-        """Abort and drop groups in flight that are too old for the engines' new version."""
         self._drop(pending, self.rollout_buffer.abort_stale(version), STALE)
 
     def _drop_stale_and_without_signal(self, pending: PendingBatch) -> None:
-        """Drop returned groups that are too old or give nothing to learn. Raises InvalidRollout for
-        a version that the learner does not have yet."""
         for open_group in self.rollout_buffer.ready(pending.ledger):
             group = open_group.scored
             assert group is not None
@@ -264,7 +256,6 @@ class Orchestrator:
                 self._drop(pending, [open_group], reason)
 
     def _drop(self, pending: PendingBatch, groups: Sequence[OpenGroup], reason: str) -> None:
-        """Record groups as dropped and close them."""
         pending.dropped += [
             DroppedGroup(open_group.id, reason, open_group.scored) for open_group in groups
         ]
@@ -301,7 +292,6 @@ class Orchestrator:
     # -- weights -----------------------------------------------------------------------------------
 
     def _load_weights(self, pending: PendingBatch) -> None:
-        """Wait until the engines have the step's weights."""
         if self.weights is None:
             if pending.version is not None:
                 self._drop_stale_in_flight(pending, pending.version)
@@ -316,7 +306,6 @@ class Orchestrator:
         self._drop_stale_in_flight(pending, loaded)
 
     def _load_newer_weights(self, pending: PendingBatch) -> None:
-        """Load newer weights within a step, if there are any and the level allows it."""
         settings = self.settings
         if self.weights is None or settings.strict_async_level or not settings.max_async_level:
             return
@@ -327,7 +316,6 @@ class Orchestrator:
     # -- the batch ---------------------------------------------------------------------------------
 
     def _assemble(self, pending: PendingBatch) -> Batch:
-        """Make the batch of the kept groups, with its statistics and the state after it."""
         rewards_by_prompt = [(group.samples[0].prompt, group.scores()) for group in pending.groups]
         self.source.learn(pending.ledger, rewards_by_prompt)
         batch = Batch(pending.step, pending.samples(), pending.temperature)
@@ -344,7 +332,6 @@ class Orchestrator:
         return batch
 
     def _warn(self, batch: Batch) -> None:
-        """Log what looks wrong with a batch, and score the canaries when they are due."""
         warnings = alarms(batch.stats) + check_masks(batch)
         interval = self.settings.canary_interval
         if interval and not self.settings.skip_verification and batch.step % interval == 0:
@@ -355,7 +342,6 @@ class Orchestrator:
             logger.warning("step %d: %s", batch.step, warning)
 
     def _record_outcome(self, pending: PendingBatch) -> None:
-        """Count the step's groups in the ledger, and write them to its journal."""
         pending.ledger.consumed += len(pending.kept)
         pending.ledger.dropped += len(pending.dropped)
         if self.journal is None:
@@ -376,7 +362,6 @@ class Orchestrator:
         self.journal.sync()
 
     def _idle_stats(self, pending: PendingBatch) -> dict[str, float]:
-        """Return the seconds waited, and the idle fraction of the orchestrator's time."""
         last_batch_at, self._last_batch_at = self._last_batch_at, time.monotonic()
         idle_seconds = pending.seconds["time/generate"] + sum(self._waits.values())
         wall_seconds = max(self._last_batch_at - last_batch_at, 1e-9)
@@ -397,8 +382,8 @@ class Orchestrator:
     def restore(
         self, state: Mapping[str, Any], *, skip_progress: bool = False, skip_buffer: bool = False
     ) -> None:
-        """Continue from `state()`. ValueError names the field that this run's plan contradicts.
-        `skip_progress`: restart the prompts, with the same pools. `skip_buffer`: empty the pools."""
+        """Continue from `state()`. ValueError names a setting that differs. `skip_progress`:
+        restart the prompts, with the same pools. `skip_buffer`: empty the pools."""
         check_state(state)
         _check_plan(state["plan"], self.source.plan())
         ledger = Ledger.of(state["ledger"], set(self.source.envs))
@@ -412,8 +397,8 @@ class Orchestrator:
         self.rollout_buffer.rewind(ledger, set())
 
     def promote(self) -> dict[str, int]:
-        """Release the configured shares of the pools when a run resumes. Return the number of
-        prompts of each. A hash of the seed, the draws so far and the prompt chooses them."""
+        """Release the configured shares of the pools when a run resumes, chosen by a hash. Return
+        the number of prompts by pool."""
         num_draws = self.ledger.draws
 
         def order(env: str, prompt_id: str) -> int:
@@ -428,12 +413,11 @@ class Orchestrator:
     def committed(self, step: int) -> None:
         """Record that the learner's checkpoint covers all steps up to `step`."""
         if self.journal is not None:
-            self._sync_journal()  # after a restart, or a failed step
+            self._sync_journal()
             self.journal.write("consumed", step=step)
             self.journal.sync()
 
     def _sync_journal(self) -> None:
-        """Align the ledger's file with the last batch."""
         if self.journal is not None and not self._journal_in_sync:
             open_ids = [open_group.id for open_group in self.rollout_buffer.opened(self.ledger)]
             self.journal.go_on(self.last, open_ids, again=self._restart_journal)
@@ -441,7 +425,6 @@ class Orchestrator:
 
 
 def _check_plan(saved_plan: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
-    """Raise ValueError for a setting that differs between a checkpoint and this run."""
     for name in sorted(saved_plan.keys() | plan.keys()):
         if saved_plan.get(name) != plan.get(name):
             raise ValueError(
@@ -451,8 +434,8 @@ def _check_plan(saved_plan: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
 
 
 def logged(batch: Batch, dropped: Sequence[ScoredGroup] = ()) -> Batch:
-    """Return a batch for the log: dropped rollouts follow with group -1 and an all-zero loss mask,
-    and what differs between repetitions is left out."""
+    """Return a batch for the log: dropped rollouts follow with group -1 and an all-zero loss mask;
+    timings are left out."""
     dropped_samples = [
         replace(sample, group=-1, advantage=0.0, loss_mask=[0] * len(sample.loss_mask))
         for group in dropped

@@ -1,4 +1,4 @@
-"""The batch of a step before it is sent: kept and dropped groups, and counts."""
+"""The batch of a step before it is sent."""
 
 from __future__ import annotations
 
@@ -22,30 +22,29 @@ class DroppedGroup:
     """A group that goes into no batch. `group` is None if it never returned."""
 
     id: str
-    reason: str  # one of REASONS
+    reason: str
     group: ScoredGroup | None = None
 
 
 @dataclass
 class PendingBatch:
-    """The batch of a step in the making, on copies of the ledger and the error window."""
+    """A batch in the making, on copies of the ledger and the error window."""
 
     step: int
-    version: int | None  # version of the learner; None: versions are not checked
+    version: int | None  # the learner's; None: versions are not checked
     temperature: float
     ledger: Ledger
     errors: ErrorWindow
-    kept: list[ScoredGroup] = field(default_factory=list)  # in planned order
+    kept: list[ScoredGroup] = field(default_factory=list)
     dropped: list[DroppedGroup] = field(default_factory=list)
     rounds: int = 0
     seconds: dict[str, float] = field(
         default_factory=lambda: {"time/generate": 0.0, "time/score": 0.0}
     )
-    stats: dict[str, float] = field(default_factory=dict)  # statistics of groups taken as they end
+    stats: dict[str, float] = field(default_factory=dict)
 
     @property
     def lost(self) -> list[ScoredGroup]:
-        """Dropped groups that had returned."""
         return [drop.group for drop in self.dropped if drop.group is not None]
 
     @property
@@ -59,7 +58,6 @@ class PendingBatch:
 
     @property
     def groups(self) -> list[ScoredGroup]:
-        """All returned groups, kept or dropped."""
         return self.kept + self.lost
 
     def take(self, groups: Iterable[ScoredGroup], settings: Settings) -> None:

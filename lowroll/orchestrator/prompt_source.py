@@ -46,7 +46,7 @@ class PromptDraw:
 
     prompt: Prompt
     request: Request
-    position: int = 0  # in its environment
+    position: int = 0
 
     def is_longer(self, limit: int | None) -> bool:
         """Return whether the prompt has more than `limit` tokens, or too many for a
@@ -70,7 +70,7 @@ class PromptSource:
         self.settings = settings
         self.envs = dict(envs)
         self.tokenizer = tokenizer
-        # sorted, so that the order in the configuration does not matter
+        # the order in the configuration does not matter
         self._names = sorted(self.envs)
         weights = [settings.env_weights.get(name, 1.0) for name in self._names]
         self._cumulative_weights = list(accumulate(weights))
@@ -78,9 +78,8 @@ class PromptSource:
         self._firsts = {name: Firsts() for name in self.envs}
 
     def draw(self, ledger: Ledger, count: int, temperature: float) -> list[PromptDraw]:
-        """Return the next `count` draws and advance `ledger`. Unwanted and too long prompts are
-        skipped and counted. NoSignal when the pools leave none, ValueError after MAX_PASSED_OVER
-        too long ones in a row."""
+        """Return the next `count` draws and advance `ledger`. NoSignal when the pools leave no
+        prompt, ValueError after MAX_PASSED_OVER too long ones in a row."""
         draws: list[PromptDraw] = []
         num_too_long = num_unwanted = 0  # since the last usable prompt
         limit = self.settings.max_prompt_tokens
@@ -127,7 +126,8 @@ class PromptSource:
         return self.settings.seed if chosen is None else chosen
 
     def plan(self) -> dict[str, Any]:
-        """Return the settings that determine prompts and noise; they must not change within a run."""
+        """Return the settings that determine prompts and noise; they must not change within
+        a run."""
         return {
             "seed": self.settings.seed,
             "buffer_seed": self.seed,
@@ -176,7 +176,6 @@ class PromptSource:
         )
 
     def _is_unwanted(self, ledger: Ledger, name: str, position: int) -> bool:
-        """Return whether a prompt is a duplicate or in a pool, and count it."""
         is_endless = self._sizes[name] is None
         if is_endless or not (self.settings.uses_pools or self.settings.hash_keys):
             return False
@@ -190,8 +189,8 @@ class PromptSource:
         return False
 
     def _is_duplicate(self, name: str, position: int, prompt: Prompt) -> bool:
-        """Return whether an earlier prompt of the data set has the same content. A resumed run has
-        not drawn those before it: they are read again."""
+        """Return whether an earlier prompt has the same content. A resumed run reads earlier
+        prompts again."""
         firsts, keys = self._firsts[name], self.settings.hash_keys
         end = min(position + 1, self._sizes[name] or 0)
         for unread_position in range(firsts.num_read, end):
@@ -199,7 +198,6 @@ class PromptSource:
         return firsts.is_duplicate(prompt, keys)
 
     def _refuse_emptiness(self, ledger: Ledger, unwanted: int) -> None:
-        """Raise NoSignal after too many unwanted prompts in a row."""
         if unwanted < MAX_PASSED_OVER + PASSES * sum(size or 0 for size in self._sizes.values()):
             return
         raise NoSignal(
@@ -225,8 +223,8 @@ class Firsts:
 
 
 def fingerprint(prompt: Prompt, keys: tuple[str, ...]) -> bytes:
-    """Return the SHA-256 of the values of a prompt's keys: `task`, `prompt` (its messages) or a key
-    of its info. ValueError for a missing key."""
+    """Return the SHA-256 of a prompt's keys: `task`, `prompt` (its messages) or a key of its info.
+    ValueError for a missing key."""
     values_by_key: dict[str, Any] = {**prompt.info, "task": prompt.env, "prompt": prompt.messages}
     for key in keys:
         if key not in values_by_key:
@@ -279,8 +277,8 @@ def draw_at(
 
 
 def encode(env: Environment, prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of a prompt in the chat template, with the environment's tools. ValueError
-    when the template cannot show tools."""
+    """Return the ids of a prompt in the chat template. ValueError when it cannot show the
+    environment's tools."""
     if not env.tools:
         return list(tokenizer.encode_chat(prompt.messages))
     try:

@@ -1,14 +1,8 @@
-"""The open groups of a run: in flight, or returned and waiting for a batch.
+"""The open groups of a run: in flight, or returned and waiting for a batch (docs/asynchrony.md).
 
 `Settings.num_open` groups are kept open. A batch takes returned groups in planned order as soon as
-there are enough; a dropped group is replaced.
-
-    level 0, partial none    the surplus is aborted and dropped ("oversampled") when the batch is full
-    level 0, keep or replay  it continues after the update
-    level k >= 1             it continues, and newer weights are loaded while it runs
-
-With an oversampling_factor of 1 batch n has only tokens of versions >= n - 1 - k. Taking what ends
-first prefers short responses (docs/asynchrony.md).
+there are enough; a dropped group is replaced. At level k with an oversampling_factor of 1, batch n
+has only tokens of versions >= n - 1 - k.
 """
 
 from __future__ import annotations
@@ -30,7 +24,7 @@ from lowroll.types import Group, RunFailed
 
 
 class RolloutsStalled(RunFailed):
-    """No group in flight ended for a long time."""
+    """A long time in which no group in flight ended."""
 
 
 @dataclass
@@ -39,9 +33,9 @@ class OpenGroup:
 
     planned: GroupPlan
     draw: PromptDraw
-    handle: int | None = None  # engine's handle of the request in flight
-    num_updates: int = 0  # weight updates while in flight
-    scored: ScoredGroup | None = None  # set when it has returned
+    handle: int | None = None
+    num_updates: int = 0
+    scored: ScoredGroup | None = None
 
     @property
     def id(self) -> str:
@@ -57,9 +51,9 @@ class RolloutBuffer:
         self.source = source
         self.engine = engine
         self.journal = journal
-        self.version: int | None = None  # version of the engines' weights
+        self.version: int | None = None
         self._known: dict[GroupPlan, OpenGroup] = {}
-        self._flights: dict[int, OpenGroup] = {}  # groups in flight by handle
+        self._flights: dict[int, OpenGroup] = {}
         self._aborted: set[int] = set()  # handles whose groups may still return
         self._last_answer_at = time.monotonic()
 
@@ -149,7 +143,6 @@ class RolloutBuffer:
         return sorted(returned, key=lambda answer: planned_index[answer[0].planned])
 
     def _check_stall(self) -> None:
-        """Raise RolloutsStalled when no group in flight has ended for `stall_s`."""
         if self._flights and time.monotonic() - self._last_answer_at > self.settings.stall_s:
             example_id = next(iter(self._flights.values())).id
             raise RolloutsStalled(
@@ -168,7 +161,7 @@ class RolloutBuffer:
 
     def recall(self, for_good: bool = False) -> int:
         """Abort everything in flight; return the number of groups, which stay open for `send`.
-        `for_good`: this engine returns nothing more, and its successor restarts its handles."""
+        `for_good`: this engine's successor restarts its handles."""
         in_flight = list(self._flights.values())
         for open_group in in_flight:
             self.abort(open_group)
@@ -177,8 +170,8 @@ class RolloutBuffer:
         return len(in_flight)
 
     def retract(self, version: int) -> int:
-        """Draw again what is in flight or has tokens of later versions, after the learner went back
-        to `version`. Return the number of groups."""
+        """Draw again what is in flight or newer than `version`, to which the learner went back.
+        Return the number of groups."""
         count = self.recall()
         for open_group in self._known.values():
             if open_group.scored is None:
@@ -191,8 +184,8 @@ class RolloutBuffer:
         return count
 
     def rewind(self, ledger: Ledger, back: set[GroupPlan]) -> None:
-        """Restore the ledger's groups after a failed step; all but those in `back` are drawn
-        again."""
+        """Restore the ledger's groups after a failed step; all but those in `back` are
+        drawn again."""
         self.recall()
         for open_group in self.opened(ledger):
             if open_group.planned not in back:
@@ -202,7 +195,7 @@ class RolloutBuffer:
 
     def abort_stale(self, version: int) -> list[OpenGroup]:
         """Record the engines' new version. Abort and return the groups in flight that are too old
-        for it: none if engines replay them, which draws them anew."""
+        for it: none if engines replay them."""
         is_update = self.version is not None and self.version != version
         self.version = version
         if not is_update or self.settings.partial == "replay":
@@ -226,8 +219,8 @@ class RolloutBuffer:
         return len(self._flights)
 
     def stats(self, step: int, chosen: Iterable[OpenGroup]) -> dict[str, float]:
-        """Return the groups in flight, and those of a batch (`chosen`) that were planned for an
-        earlier step, each with the mean length in tokens where there are any."""
+        """Return the number of groups in flight, and of a batch's groups (`chosen`) from earlier
+        steps, each with the mean length in tokens."""
         stats = {"rollout/in_flight_groups": float(self.in_flight)}
         lengths_so_far = [
             len(sample.token_ids)

@@ -1,4 +1,4 @@
-"""The settings of a step; `runs.assembly` makes them from the configuration, which checks them."""
+"""The settings of a step, which the configuration has checked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lowroll.advantages import Estimator
 from lowroll.orchestrator.filters import Filter
 from lowroll.orchestrator.temperature import TemperatureSchedule
 
-SOLVED = 1.0 - 1e-6  # the least reward of a solved task
+SOLVED = 1.0 - 1e-6  # least reward of a solved task
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """The orchestrator's settings; docs/configuration.md has those of the same name."""
+    """The orchestrator's settings (docs/configuration.md)."""
 
     batch_size: int
     rollouts_per_example: int
@@ -39,10 +39,10 @@ class Settings:
     seed: int = 0
     # relative shares of the draws by environment; 1 if absent
     env_weights: Mapping[str, float] = field(default_factory=dict)
-    advantage: str = "grpo"  # a name of lowroll.advantages.TABLE (gae: with a critic), or custom
-    estimator: Estimator | None = None  # the user's function of one group, for custom
-    max_prompt_tokens: int | None = None  # longer prompts are skipped and counted
-    max_sequence_tokens: int | None = None  # of a conversation with its prompt
+    advantage: str = "grpo"
+    estimator: Estimator | None = None
+    max_prompt_tokens: int | None = None
+    max_sequence_tokens: int | None = None
     dynamic_sampling: bool = False
     max_rounds: int = 8
     no_signal: str = "end"
@@ -50,14 +50,14 @@ class Settings:
     overlong_cache: int | None = None
     filters: tuple[Filter, ...] = ()
     max_error_rate: float = 0.05
-    error_window: int = 50  # scores before the error rate is judged
-    canary_interval: int | None = 20  # steps between checks of the scorer on known answers
+    error_window: int = 50
+    canary_interval: int | None = 20
     max_async_level: int = 0
     strict_async_level: bool = False
     max_off_policy_steps: int = 8
     oversampling_factor: float = 1.0
     partial: str = "none"
-    stall_s: float = 3600.0  # seconds in which a group in flight must end
+    stall_s: float = 3600.0  # seconds
     sampling_seed: int | None = None  # None: `seed`
     buffer_seed: int | None = None  # of the mix of environments; None: `seed`
     online_difficulty_filtering: bool = False
@@ -66,32 +66,29 @@ class Settings:
     easy_fraction: float = 0.0
     hard_fraction: float = 0.0
     hash_keys: tuple[str, ...] = ()
-    max_steps: int = 0  # 0: unknown
+    max_steps: int = 0
     skip_verification: bool = False
 
     @property
     def streams(self) -> bool:
-        """Whether groups are taken as they end instead of in rounds."""
+        """True if groups are taken as they end instead of in rounds."""
         return self.max_async_level > 0 or self.oversampling_factor > 1 or self.partial != "none"
 
     @property
     def carries(self) -> bool:
-        """Whether unfinished groups continue into later batches."""
+        """True if unfinished groups continue into later batches."""
         return self.max_async_level > 0 or self.partial != "none"
 
     @property
     def filters_groups(self) -> bool:
-        """Whether groups may be dropped for their rewards."""
         return self.dynamic_sampling or self.online_difficulty_filtering
 
     @property
     def uses_pools(self) -> bool:
-        """Whether prompts that are too easy or too hard are not drawn again."""
         return self.easy_threshold is not None or self.hard_threshold is not None
 
     @property
     def num_open(self) -> int:
-        """The number of groups in flight, or returned and waiting for a batch."""
         return math.ceil(self.oversampling_factor * self.num_groups)
 
     @property

@@ -1,7 +1,7 @@
-"""The rule of staleness: which rollouts are too old for the learner.
+"""The rule of staleness.
 
 `max_off_policy_steps` bounds a group's age in two ways (Surogate's rule and prime-rl's): in flight
-by the weight updates that it has lived through, returned by its oldest token's version.
+by the weight updates since it was sent, returned by its oldest token's version.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from lowroll.orchestrator.errors import InvalidRollout
 from lowroll.orchestrator.groups import ScoredGroup
 from lowroll.orchestrator.settings import Settings
 
-STALE = "stale"  # the reason with which a group is dropped
+STALE = "stale"
 
 
 def is_stale(group: ScoredGroup, version: int, settings: Settings) -> bool:
-    """Return whether a returned group has a token that is too old for the learner's version. Raises
+    """Return whether a returned group has a token that is too old for the learner's version.
     InvalidRollout for a token of a newer version."""
     oldest, newest = group.versions
     if newest > version:

@@ -55,11 +55,7 @@ def stream_stats(batch: PendingBatch) -> dict[str, float]:
 
 
 def reward_stats(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Return raw-score statistics. Fractions count groups with two scored samples or more.
-
-    `zero_std_fraction`: all scores of the group equal. `solved_all`, `solved_none`: every, no
-    sample reaches SOLVED.
-    """
+    """Return raw-score statistics. Fractions count groups with two scored samples or more."""
     samples = [sample for group in groups for sample in group.samples]
     rewards = [reward for group in groups for reward in group.scores()]
     unscored = [sample.score for sample in samples if isinstance(sample.score, ScoreError)]
@@ -136,8 +132,8 @@ def turn_stats(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def version_stats(rollouts: Sequence[Rollout], learner: int | None) -> dict[str, float]:
-    """Return the newest policy version of a batch, and the lag of the oldest behind `learner`
-    (None: behind the newest)."""
+    """Return a batch's newest policy version, and the lag of its oldest behind `learner` (None:
+    behind the newest)."""
     versions = [span.version for rollout in rollouts for span in rollout.behavior.policy]
     newest = max(versions) if learner is None else learner
     return {
@@ -147,10 +143,9 @@ def version_stats(rollouts: Sequence[Rollout], learner: int | None) -> dict[str,
 
 
 def staleness_stats(rollouts: Sequence[Rollout], learner: int) -> dict[str, float]:
-    """Return the lag of a batch's drawn tokens behind the learner in versions (names as in
-    `lowroll.metrics.names`)."""
+    """Return the lag of a batch's drawn tokens behind the learner in versions."""
     tokens_by_lag: Counter[int] = Counter()
-    prefix_lengths: list[int] = []  # of rollouts with several versions
+    prefix_lengths: list[int] = []
     for rollout in rollouts:
         spans, drawn_mask = rollout.behavior.policy, rollout.drawn
         span_ends = [*(span.start for span in spans[1:]), len(rollout.token_ids)]
@@ -170,8 +165,7 @@ def staleness_stats(rollouts: Sequence[Rollout], learner: int) -> dict[str, floa
 
 
 def buffer_stats(before: Ledger, now: Ledger, settings: Settings) -> dict[str, float]:
-    """Return the duplicate and pooled prompts skipped in a step, and the pool sizes, where these
-    are in use."""
+    """Return the skipped duplicate and pooled prompts of a step, and the pool sizes."""
     stats = {}
     if settings.hash_keys:
         stats["rollout/duplicate_prompts"] = float(now.duplicates - before.duplicates)

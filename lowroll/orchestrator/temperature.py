@@ -17,7 +17,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class TemperatureSchedule:
-    """Temperature as a function of the step."""
+    """The temperature of a step."""
 
     start: float
     end: float

@@ -1,9 +1,9 @@
 """AdamW with 8-bit moments (Dettmers et al. 2021, arXiv 2110.02861), from bitsandbytes.
 
 Each block of 256 entries of a moment keeps its largest magnitude in float32 and 256 levels of a
-dynamic tree code: 2 bytes a parameter (and 1/32) instead of 8. Tensors of fewer than 4096 entries
-keep float32 moments. Blocks are those of a rank's part, whose results differ within the moments'
-rounding, unless parts are multiples of 256 entries.
+dynamic tree code: about 2 bytes a parameter instead of 8. Blocks are those of a rank's part, so the
+results of another number of ranks differ within the moments' rounding, unless parts are multiples
+of 256 entries.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from lowroll.parallel.ranks import Ranks, rows_of
 
-SMALLEST = 4096  # entries from which moments are 8-bit: the library's min_8bit_size
+SMALLEST = 4096  # entries; smaller tensors keep float32 moments, as the library's min_8bit_size
 BLOCK = 256
 FIX = "pip install 'lowroll[bnb]', or choose train.optimizer=adamw"
 
 
 def find() -> Any:
-    """Return the library's class. ValueError with the fix if it is missing."""
+    """Return the library's class. ValueError if it is missing."""
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
@@ -39,22 +39,21 @@ def make(
     eps: float,
     sizes: Mapping[int, int],
 ) -> Any:
-    """Return the library's optimizer, with an attribute `moved`: the sum of the squared 2-norms of
-    all updates, without weight decay, since it was set to 0. sizes: entries of the whole parameter,
-    by the id of the part that this rank holds."""
+    """Return the library's optimizer with an attribute `moved`: the sum of the squared 2-norms of
+    all updates, without weight decay, since it was set to 0. `sizes` has the whole parameter's
+    entries, by the id of this rank's part."""
 
     class Measured(find()):  # type: ignore[misc]
         moved = 0.0
 
         def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
-            """Return the library's, which decides on 8 bits by the whole parameter's size."""
+            """Decide on 8 bits by the whole parameter's size."""
             config: dict[str, Any] = super().get_config(gindex, pindex, group)
             p = group["params"][pindex]
             always, never = 0, p.numel() + 1
             return config | {"min_8bit_size": always if sizes[id(p)] >= SMALLEST else never}
 
         def update_step(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
-            """Update a parameter, and measure its distance from where decay alone would be."""
             if not p.numel():
                 return
             decayed = p.detach() * (1 - group["lr"] * group["weight_decay"])
@@ -65,7 +64,7 @@ def make(
 
 
 def moments(p: Tensor, shards: int = 1) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return the names, shapes and dtypes of the state of a whole parameter over so many shards."""
+    """Return the names, shapes and dtypes of a whole parameter's state over `shards` ranks."""
     if p.numel() < SMALLEST:
         return dict.fromkeys(("state1", "state2"), (p.shape, torch.float32))
     blocks = torch.Size([sum(_block_counts(p, shards))])
@@ -78,8 +77,8 @@ def moments(p: Tensor, shards: int = 1) -> dict[str, tuple[torch.Size, torch.dty
 
 
 def cut(absmax: Tensor, p: Tensor, ranks: Ranks, shards: int) -> Tensor:
-    """Return this rank's blocks out of all blocks of a parameter. shards: the number of ranks that
-    saved them. ValueError when parts of that or of this number of ranks begin within a block."""
+    """Return this rank's blocks out of all blocks of a parameter that `shards` ranks saved.
+    ValueError when a part of either number of ranks begins within a block."""
     size = ranks.size if ranks.is_part(p) else 1
     rank = ranks.rank if size > 1 else 0
     block_counts = _block_counts(p, size)
@@ -94,21 +93,18 @@ def cut(absmax: Tensor, p: Tensor, ranks: Ranks, shards: int) -> Tensor:
 
 
 def _block_counts(p: Tensor, shards: int) -> list[int]:
-    """Return the blocks of each of so many parts of a parameter."""
     width = p.numel() // max(1, len(p))
     part_ranges = (rows_of(rank, shards, len(p)) for rank in range(shards))
     return [-(-(part_rows.stop - part_rows.start) * width // BLOCK) for part_rows in part_ranges]
 
 
 def _ends_with_blocks(p: Tensor, shards: int) -> bool:
-    """Return whether each of so many parts ends where a block does."""
     num_entries = rows_of(0, shards, len(p)).stop * (p.numel() // max(1, len(p)))
     return num_entries % BLOCK == 0 or num_entries == p.numel()
 
 
 def revive(optimizer: Any, p: Tensor, saved: dict[str, Tensor], step: int) -> None:
-    """Restore a parameter's moments after `step` updates; the code's levels are the library's
-    own."""
+    """Restore a parameter's moments after `step` updates."""
     state: dict[str, Any] = {"step": step} | saved
     if "absmax1" in saved:
         for moment, levels in (("qmap1", "dynamic"), ("qmap2", "udynamic")):

@@ -1,15 +1,13 @@
 """PPO's critic: a second model with a scalar head that estimates the value of every state.
 
-    V_t = w . h_t + b          h_t the last hidden state before token y_t is drawn: the value of (x, y_<t)
+    V_t = w . h_t + b          h_t the last hidden state before token y_t is drawn
 
-With a response's reward on its last token, `advantages.gae` makes token advantages and returns of
-the values (arXiv 1506.02438 eq. 16). Advantages are whitened over the masked tokens of the whole
-batch, and the critic descends `objectives.value_loss` on the returns in the policy's minibatches.
-Values from before the batch serve for all of them.
+With a response's reward on its last token, `advantages.gae` makes token advantages and returns from
+the values before the batch. Advantages are whitened over the masked tokens of the whole batch, and
+the critic descends `objectives.value_loss` on the returns in the policy's minibatches.
 
-The body learns in full, even if the policy learns an adapter, at a constant rate. The head begins
-at zero: with gamma = lam = 1 and no whitening the first step is REINFORCE with the reward as
-advantage (verl draws a random head).
+The body learns in full, even under LoRA, at a constant rate. The head begins at zero, so that with
+gamma = lam = 1 and no whitening the first step is REINFORCE (verl draws a random head).
 
 T: tokens fed, N: response tokens, D: hidden size.
 """
@@ -33,23 +31,22 @@ from lowroll.trainer.optim import Optimizer, OptimSettings, check_saved
 from lowroll.trainer.packing import MicrobatchSchedule, PackedBatch, check, collate, cost, gather
 from lowroll.types import RunFailed, Sample
 
-NO_VARIANCE = 1e-12  # of returns: the rounding of equal ones
+NO_VARIANCE = 1e-12  # of returns; equal ones differ by rounding
 
 
 @dataclass(frozen=True)
 class CriticSettings:
-    gamma: float = 1.0  # discount a token
-    lam: float = 1.0  # of GAE: 1 trusts the rewards, 0 the values
+    gamma: float = 1.0
+    lam: float = 1.0
     whiten: bool = True
     value_clip: float | None = 0.5  # c of `value_loss`; None: no clip
-    warmup_steps: int = 0  # training steps before the policy learns too
+    warmup_steps: int = 0
     tokens_per_microbatch: int = 8192
 
 
 @dataclass(frozen=True)
 class CriticOutput:
-    """Values, advantages and returns before the batch's first update; float32 [response tokens] by
-    sample index."""
+    """Values, advantages and returns before the batch's first update."""
 
     values: PerToken
     advantages: PerToken
@@ -58,8 +55,7 @@ class CriticOutput:
 
 
 class Critic:
-    """The value model and its optimizer. It takes over `body`, drops its lm_head, and trains all of
-    it."""
+    """The value model and its optimizer. It takes over `body` without its lm_head."""
 
     def __init__(
         self,
@@ -81,16 +77,14 @@ class Critic:
 
     @property
     def warming_up(self) -> bool:
-        """Return whether the next training step trains the critic alone."""
         return self.optimizer.num_steps < self.settings.warmup_steps
 
     def judge(self, samples: Sequence[Sample], portions: Sequence[Sequence[int]]) -> CriticOutput:
-        """Return values, advantages and returns, packed as an update: equal weights give bitwise
-        equal values. ValueError for a sample without a reward or that the critic cannot read;
-        RunFailed for a non-finite value."""
+        """Return values, advantages and returns, packed as an update so that equal weights give
+        bitwise equal values. ValueError for an unusable sample; RunFailed for a non-finite value.
+        """
         check(samples, self.body.spec.vocab_size, self.body.spec.max_position)
         values = self._run(samples, portions)
-        # lists in the order of the portions
         indices = [i for portion in portions for i in portion]
         sample_values = [values[i].tolist() for i in indices]
         masks = [samples[i].loss_mask for i in indices]
@@ -121,8 +115,8 @@ class Critic:
     def update(
         self, samples: Sequence[Sample], minibatch: Sequence[int], judged: CriticOutput
     ) -> dict[str, float]:
-        """Make one update towards a minibatch's returns, and return its metrics. Samples that
-        `judge` did not run have no loss, but count among the sequences."""
+        """Make one update towards a minibatch's returns. Samples that `judge` did not run only
+        count among the sequences."""
         active = [i for i in minibatch if i in judged.returns]
         num_tokens = sum(sum(samples[i].loss_mask) for i in active)
         counts = Denominators(num_tokens, len(minibatch))
@@ -150,8 +144,7 @@ class Critic:
         }
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
-        """Return this rank's weights and moments by file and name, and the counters. Live tensors,
-        not copies."""
+        """Return this rank's live weights and moments by file and name, and the counters."""
         moments, counters = self.optimizer.state()
         return {"critic": self.optimizer.weights(), "critic_optimizer": moments}, counters
 
@@ -159,8 +152,8 @@ class Critic:
     def restore(
         self, tensors: Mapping[str, Mapping[str, Tensor]], counters: Mapping[str, Any]
     ) -> None:
-        """Restore `state`, bitwise. ValueError, before anything changes, for names or shapes that
-        differ."""
+        """Restore `state` bitwise. ValueError, before anything changes, for other names or
+        shapes."""
         saved = tensors.get("critic", {})
         ranks = self.optimizer.ranks
         expected = {name: (p.shape, ranks.dtype(p)) for name, p in self.params.items()}
@@ -177,8 +170,7 @@ class Critic:
         portions: Sequence[Sequence[int]],
         loss: Callable[[PackedBatch, Tensor], Tensor] | None = None,
     ) -> PerToken:
-        """Run the samples as `PackedForward.run`, and return their values. With `loss(packed,
-        values_N)`, a micro-batch's share of the loss, accumulate its gradient."""
+        """Run the samples and return their values. With `loss`, accumulate its gradient."""
         costs = [cost(sample, self.body.spec, outputs=1) for sample in samples]
         portion_lists = ([portion] for portion in portions)
         capacity = self.settings.tokens_per_microbatch
@@ -189,7 +181,7 @@ class Critic:
                 hidden_TD = self.body(packed.ids_T, packed.pos_T, self.body.causal(packed.lengths))
                 values_N = hidden_TD[packed.index_N].float() @ self.weight_D + self.bias
                 if loss is not None:
-                    # a pass that only keeps the ranks in step still runs backward, with gradient 0
+                    # a pass that does not count runs backward too, to keep the ranks in step
                     share = loss(packed, values_N) if counts else 0 * values_N.sum()
                     share.backward()
             if counts:
@@ -198,7 +190,6 @@ class Critic:
 
 
 def _by_sample(indices: Sequence[int], lists: Sequence[Sequence[float]]) -> PerToken:
-    """Return the token values of each sample by its index, float32."""
     return {i: torch.tensor(values) for i, values in zip(indices, lists, strict=True)}
 
 
@@ -207,8 +198,8 @@ def explained_variance(
     returns: Sequence[Sequence[float]],
     masks: Sequence[Sequence[int]],
 ) -> dict[str, float]:
-    """Return the metric 1 - Var(G - V) / Var(G) over the unmasked tokens; {} if the returns G do
-    not vary."""
+    """Return the metric 1 - Var(G - V) / Var(G) over the unmasked tokens; {} if returns G are
+    equal."""
     pairs = []
     for V, G, mask in zip(values, returns, masks, strict=True):
         for value, token_return, is_learned in zip(V, G, mask, strict=True):

@@ -1,22 +1,16 @@
-"""Alarms on a step's mismatch, and the actions that follow.
+"""Alarms on a step's mismatch, and the actions that follow (docs/usage.md#the-guard).
 
-    ess         mismatch/ess below a bound
-    kl          moving average of mismatch/kl_k3 above `kl_growth` times its first steps, and above `kl_floor`;
-                or above `kl_above`, in the first steps too
-    rejected    correction/rejected_fraction or rejected_sequence_fraction above a bound
-    ratio       mismatch/weight_max above a bound
-    nonfinite   one of these is not finite, or an update was skipped for that
+    ess           mismatch/ess below a bound
+    kl            moving average of mismatch/kl_k3 above `kl_growth` times its first steps and above
+                  `kl_floor`, or above `kl_above`
+    rejected      correction/rejected_fraction or rejected_sequence_fraction above a bound
+    ratio         mismatch/weight_max above a bound
+    nonfinite     one of these is not finite, or an update was skipped
 
-The average is m <- m + (x - m) / 10; its baseline begins again with other rollouts. After
-`patience` alarmed steps in a row:
-
-    warn        reports the alarm only
-    tighten     every bound b of the objective becomes b^p around its neutral value (see `rescale`); thrice at most
-    fallback    the rollouts get their format's `Format.fallback`, until dense
+After `patience` alarmed steps in a row the action follows.
 
 Under a budget (`rollout.weights: {max_kl:...}`) a KL alarm first has the formats chosen again; if
-the choice is the same, the action follows, and the next choice waits twice as long. A resumed run
-decides the same.
+the choice is the same, the action follows, and the next choice waits twice as long.
 """
 
 from __future__ import annotations
@@ -33,14 +27,14 @@ from lowroll.quant.table import OWN
 BASELINE = 5  # steps whose mean KL is the baseline
 HORIZON = 10  # steps of the moving average
 MAX_TIGHTENED = 3  # more would prevent learning
-TIGHTENING = 0.5  # the power on the objective's bounds, each time that they are tightened
+TIGHTENING = 0.5  # the power on the objective's bounds
 ALARMS = ("ess", "kl", "rejected", "ratio", "nonfinite")
 TOO_FAR = (
     "weights pay for that with most of the batch; let the rollouts have more bits (a wider format, or "
     "a budget: rollout.weights {max_kl: 0.02}) or a larger cache, or train LoRA on their base (train.lora), "
     "and ask lowroll diagnose for the cause"
 )
-STAGE = ("rollout/noise_sigma", "rollout/stage")  # a change of these restarts the baseline
+STAGE = ("rollout/noise_sigma", "rollout/stage")  # a change of these restarts the KL baseline
 STATE = (
     "weights",
     "formats",
@@ -57,7 +51,7 @@ STATE = (
 )
 WATCHED = ("mismatch/ess", "mismatch/kl_k3", "mismatch/weight_max")
 
-# distances from doing nothing; other bounds are ratios with neutral value 1
+# distances from 0; other bounds are ratios with neutral value 1
 _DISTANCE_OPTIONS = ("eps_low", "eps_high", "eps_negative", "width")
 _RATIO_OPTIONS = (
     "cap",
@@ -78,7 +72,7 @@ _RATIO_OPTIONS = (
 
 @dataclass(frozen=True)
 class GuardSettings:
-    """Settings of the `guard` section. A bound of None is no alarm."""
+    """Settings of the `guard` section. A bound of None disables the alarm."""
 
     action: str = "warn"
     patience: int = 3
@@ -92,9 +86,9 @@ class GuardSettings:
 
 
 class Guard:
-    """The guard of a run. `weights` is the rollouts' format; with `to_dense` a fallback leads there
-    at once. The caller applies `tightened` and `weights` to the next step; if `wants_choice`, it
-    chooses a format of the budget first (`chosen`)."""
+    """The guard of a run. `weights` is the rollouts' format; with `to_dense` a fallback goes to
+    dense at once. The caller applies `tightened` and `weights` to the next step, and calls `chosen`
+    first if `wants_choice`."""
 
     def __init__(
         self,
@@ -108,18 +102,18 @@ class Guard:
         self.to_dense = to_dense
         self.has_budget = has_budget
         self.wants_choice = False
-        self.choices = 0  # number of new choices of formats
-        self.wait = self.waited = 0  # alarms in a row that act before the next choice
-        self.formats: dict[str, dict[str, int]] | None = None  # the choice, as files hold it
+        self.choices = 0
+        self.wait = self.waited = 0
+        self.formats: dict[str, dict[str, int]] | None = None  # as `quant.mixed.stated` returns
         self.tightened = self.fallbacks = self.streak = self.num_seen = 0
         self.average = self.baseline = 0.0
         self.stage: list[float] | None = None
 
     def look(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
-        """Take a step's metrics, act if need be, and return its `guard/*` metrics and messages.
-        Alarms are reported at the first step of a streak and when it reaches `patience`."""
+        """Update the alarms, act if needed, and return the `guard/*` metrics and messages. Alarms
+        are reported when a streak begins and when it reaches `patience`."""
         stage = [metrics.get(name, 0.0) for name in STAGE]
-        if self.stage not in (None, stage):  # other rollouts than before
+        if self.stage not in (None, stage):
             self._forget()
         self.stage = stage
         alarms = self._alarms(metrics)
@@ -144,7 +138,7 @@ class Guard:
         return values, messages
 
     def chosen(self, weights: str, formats: dict[str, dict[str, int]]) -> None:
-        """Accept newly chosen formats for the rollouts. formats: as from `quant.mixed.stated`."""
+        """Accept newly chosen formats for the rollouts."""
         if weights == self.weights:
             self.without_choice()
             return
@@ -154,7 +148,7 @@ class Guard:
         self._forget()
 
     def without_choice(self) -> None:
-        """Record that no other format was found: the next search waits twice as long."""
+        """Record that no other format was found, which doubles the wait for the next search."""
         self.wants_choice, self.wait, self.waited = False, 2 * self.wait + 1, 0
 
     @property
@@ -163,7 +157,6 @@ class Guard:
         return bool(self.fallbacks or self.formats)
 
     def _may_choose(self, alarms: Mapping[str, str]) -> bool:
-        """Count a KL alarm, and return whether formats may be chosen again."""
         if not self.has_budget or self.fallbacks or "kl" not in alarms:
             return False
         self.waited += 1
@@ -179,8 +172,6 @@ class Guard:
             setattr(self, name, state[name])
 
     def _alarms(self, metrics: Mapping[str, float]) -> dict[str, str]:
-        """Return a step's alarms with their texts, and advance the average of a finite KL. A missing
-        metric, NaN, raises no alarm."""
         settings = self.settings
         alarms: dict[str, str] = {}
         nonfinite = [name for name in WATCHED if not math.isfinite(metrics.get(name, 0.0))]
@@ -218,7 +209,6 @@ class Guard:
         return alarms
 
     def _follow(self, kl: float) -> bool:
-        """Update the KL average; return whether it has grown too far."""
         self.num_seen += 1
         if self.num_seen <= BASELINE:
             self.baseline += (kl - self.baseline) / self.num_seen
@@ -231,7 +221,6 @@ class Guard:
         )
 
     def _forget(self) -> None:
-        """Restart the baseline, for different rollouts."""
         self.num_seen, self.average, self.baseline = 0, 0.0, 0.0
 
     def _act(self) -> list[str]:
@@ -260,16 +249,16 @@ class Guard:
 def rescale(
     options: Mapping[str, Any], power: float, names: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Return a copy of the objective's options with every bound (or only those of `names`) nearer
-    to its neutral value (power < 1): a clip range eps, or a bound of a k2 or k3 rejection, becomes
-    eps * power; a bound on a ratio (a cap, a mask, a veto, k1's) bound ** power. None stays."""
+    """Return a copy of the objective's options with every bound, or those of `names`, nearer to its
+    neutral value (power < 1). A clip range eps, or a bound of a k2 or k3 rejection, becomes eps *
+    power; a bound on a ratio becomes bound ** power."""
     changed = dict(options)
     for name in names or options:
         value = options[name]
         if value is None:
             continue
         if name == "eps_low":
-            changed[name] = min(1.0, value * power)  # 1 - eps_low stays a ratio
+            changed[name] = min(1.0, value * power)  # keeps 1 - eps_low a ratio
         elif name in _DISTANCE_OPTIONS:
             changed[name] = value * power
         elif name in _RATIO_OPTIONS:
@@ -283,7 +272,6 @@ def rescale(
 
 
 def _raise_bound(bound: Any, power: float) -> Any:
-    """Return bound ** power, of a number or a pair; 0 and infinity stay."""
     if isinstance(bound, (tuple, list)):
         return tuple(_raise_bound(part, power) for part in bound)
     return float(bound) ** power

@@ -1,7 +1,6 @@
-"""The trainer's loop: a batch in, a policy version out.
+"""The trainer's loop: learn from a batch, publish a policy version.
 
-It waits for a batch on the rollout channel, at most `deadline_s`, and makes version n + 1, through
-`publish`, in the step after version n.
+The step after version n makes version n + 1. The wait for a batch is at most `deadline_s`.
 """
 
 from __future__ import annotations
@@ -26,10 +25,9 @@ from lowroll.types import Batch
 class Trainer:
     """A learner from the batches of a channel.
 
-    `publish(version)` gives the new weights to the engine, and may return metrics.
-    `save_offending(batch)` keeps a batch with a non-finite update. `before_first(batch)` sees a
-    run's first batch before its update, and returns metrics. `reference`, `critic` and `teacher`
-    are as in `trainer.step.learn`.
+    `publish(version)` gives the weights to the engine; it may return metrics.
+    `save_offending(batch)` keeps a batch with a non-finite update. `before_first(batch)` runs
+    before the run's first update and returns metrics.
     """
 
     def __init__(
@@ -72,7 +70,7 @@ class Trainer:
         return batch
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Learn from a batch, publish the next version, and return the step's metrics."""
+        """Learn from a batch, publish the next version, and return metrics."""
         started = time.monotonic()
         self.on_phase("learn", 0, self.settings.minibatches)
         metrics: dict[str, float] = {}
@@ -106,13 +104,13 @@ class Trainer:
     def restore(
         self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
     ) -> None:
-        """Restore `state`. The caller then publishes `version` to the engine."""
+        """Restore `state`. The caller then publishes `version`."""
         state_pieces = ["optimizer", "uaq_scale", "version", "last_step"]
         tensor_pieces = ["model", "optimizer"]
         if "critic" in state or "critic" in tensors:
             state_pieces.append("critic")
             tensor_pieces.append("critic_optimizer")
-        if "critic" in tensors:  # its names are checked by `Critic.restore`
+        if "critic" in tensors:
             tensor_pieces.append("critic")
         check_pieces("trainer state", state, state_pieces)
         check_pieces("trainer tensors", tensors, tensor_pieces)

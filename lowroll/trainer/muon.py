@@ -2,13 +2,13 @@
 
 For a matrix W [N, K] with gradient G, momentum b and learning rate lr:
 
-    M <- b M + (1 - b) G             U = (1 - b) G + b M           (Nesterov)
+    M <- b M + (1 - b) G           U = (1 - b) G + b M             (Nesterov)
     X = U / |U|;   five times  X <- a X + (b2 A + c A^2) X  with A = X X^T,  (a, b2, c) = (3.4445, -4.7750, 2.0315)
     W <- W - lr wd W - lr 0.2 sqrt(max(N, K)) X
 
-X is nearly the orthogonal factor of U (singular values of 0.7 to 1.2). The factor makes the
-update's RMS 0.2 lr, that of Adam in practice (Liu et al. 2025, arXiv 2502.16982, section 2.2): one
-learning rate serves Muon and AdamW.
+X is nearly the orthogonal factor of U. The factor 0.2 sqrt(max(N, K)) gives the update Adam's RMS,
+0.2 lr (Liu et al. 2025, arXiv 2502.16982, section 2.2), so that one learning rate serves Muon and
+AdamW.
 
 Fused matrices (q, k, v; gate, up) are orthogonalized separately, in bfloat16 on a GPU, else in
 float32. With sharded parameters each round gathers one matrix of like cost on every rank: 1/n of
@@ -33,9 +33,8 @@ RMS = 0.2  # of an update, relative to the learning rate
 
 
 def hidden_matrices(model: Transformer) -> dict[str, tuple[int, ...]]:
-    """Return the names of the weights that Muon trains (linear layers and adapters), each with the
-    heights of the matrices that are stacked in it. AdamW trains the rest: tables of vectors, norms
-    and biases."""
+    """Return the names of the weights that Muon trains, each with the heights of the matrices
+    stacked in it. AdamW trains the rest."""
     heights_by_name: dict[str, tuple[int, ...]] = {}
     for name, linear in model.linears():
         heights_by_name[f"{name}.weight"] = tuple(linear.parts.values())
@@ -49,10 +48,10 @@ def hidden_matrices(model: Transformer) -> dict[str, tuple[int, ...]]:
 
 
 def orthogonalize(x_NK: Tensor) -> Tensor:
-    """Return nearly a matrix's orthogonal factor, [N, K] in its dtype; zero stays zero."""
+    """Return nearly the orthogonal factor of a matrix, in its dtype; zero stays zero."""
     a, b, c = COEFFICIENTS
     is_tall = x_NK.shape[0] > x_NK.shape[1]
-    x = x_NK.float().t() if is_tall else x_NK.float()  # wide: the Gram matrix is the smaller one
+    x = x_NK.float().t() if is_tall else x_NK.float()  # wide, for the smaller Gram matrix
     x = x / torch.linalg.vector_norm(x).clamp_min(1e-30)
     x = x.bfloat16() if x.is_cuda else x
     for _ in range(ITERATIONS):
@@ -62,8 +61,8 @@ def orthogonalize(x_NK: Tensor) -> Tensor:
 
 
 class Muon:
-    """Muon over named float32 matrices, which may be sharded over `ranks`. `rows[name]` are the
-    heights of the matrices stacked in a tensor."""
+    """Muon over named float32 matrices, which may be sharded over `ranks`. `rows` are the heights
+    from `hidden_matrices`."""
 
     def __init__(
         self,
@@ -86,7 +85,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, rate: float) -> Tensor:
-        """Update every parameter; returns the squared 2-norm of this rank's updates, without weight
+        """Update every parameter. Return the squared 2-norm of this rank's updates, without weight
         decay."""
         squares: list[Tensor] = []
         for names in self._rounds():
@@ -97,15 +96,14 @@ class Muon:
         return functools.reduce(torch.add, squares)
 
     def _updates(self, names: Sequence[str], rate: float, squares: list[Tensor]) -> list[Tensor]:
-        """Return the updates (this rank's shards) of one round's tensors. squares: receives the
-        squared 2-norm of each matrix that this rank orthogonalizes."""
+        """Return this rank's shards of one round's updates. Append to `squares` the squared 2-norm
+        of each matrix that this rank orthogonalizes."""
 
         def update(i: int, direction_NK: Tensor) -> Tensor:
-            """Orthogonalize the matrices stacked in whole tensor i, each by itself."""
             update_NK = torch.empty_like(direction_NK)
             heights = list(self.rows[names[i]])
             directions = direction_NK.split(heights)
-            targets = update_NK.split(heights)  # views: what they receive is in update_NK
+            targets = update_NK.split(heights)
             for direction, target in zip(directions, targets, strict=True):
                 size = rate * RMS * max(direction.shape) ** 0.5
                 target.copy_(orthogonalize(direction).mul_(size))
@@ -117,19 +115,16 @@ class Muon:
         return self.ranks.on_whole(update, directions, heights)
 
     def _rounds(self) -> list[list[str]]:
-        """Return the names in rounds of one matrix a rank, of similar cost."""
         names = list(self.params)
         if self.ranks.size > 1:
             names.sort(key=self._cost)
         return [names[i : i + self.ranks.size] for i in range(0, len(names), self.ranks.size)]
 
     def _cost(self, name: str) -> int:
-        """Return an iteration's multiplications, up to a factor."""
         width = self.params[name].shape[1]
         return sum(height * width * min(height, width) for height in self.rows[name])
 
     def _direction(self, name: str) -> Tensor:
-        """Add the gradient to the momentum and return Nesterov's U."""
         p = self.params[name]
         assert p.grad is not None
         m = self.momentum.setdefault(name, torch.zeros_like(p)).lerp_(p.grad, 1 - MOMENTUM)

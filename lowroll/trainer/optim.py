@@ -1,14 +1,12 @@
-"""Optimizers of named parameters, rate schedules, and a norm clip that refuses non-finite
-gradients.
+"""Optimizers of named parameters, rate schedules, and gradient clipping.
 
 AdamW (Loshchilov & Hutter 2019, algorithm 2), with g the clipped gradient:
 
-    m <- b1 m + (1-b1) g        v <- b2 v + (1-b2) g^2        mh = m / (1-b1^t)        vh = v / (1-b2^t)
+    m <- b1 m + (1-b1) g      v <- b2 v + (1-b2) g^2      mh = m / (1-b1^t)      vh = v / (1-b2^t)
     p <- p - lr * wd * p - lr * mh / (sqrt(vh) + eps)
 
-Only matrices decay. With `optimizer: muon` the hidden matrices go to Muon; `adamw8bit` keeps m and
-v in 8 bits. Clipping scales all gradients by min(1, max_norm / norm), with norm the 2-norm over
-every parameter. On CUDA an AdamW update is one launch (`kernels.training.adamw`).
+Only matrices decay. Clipping scales all gradients by min(1, max_norm / norm), with norm the 2-norm
+over every parameter.
 
 A bfloat16 parameter would lose an update of 1e-5 of its size. So it is the rounding of a float32
 master, which also accumulates gradients; a shard (`parallel.sharding`) is its own master.
@@ -39,15 +37,15 @@ class OptimSettings:
     """Settings of the `train` section; `total_steps` is its max_steps."""
 
     learning_rate: float = 1e-5
-    lr_scheduler_type: str = "constant"  # constant, linear or cosine
+    lr_scheduler_type: str = "constant"
     warmup_steps: int = 0
     total_steps: int = 100
-    min_lr_ratio: float = 0.0  # of learning_rate, reached at total_steps
+    min_lr_ratio: float = 0.0
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    max_grad_norm: float | None = 1.0  # None: measured, not clipped
-    optimizer: str = "adamw"  # or adamw8bit, muon
+    max_grad_norm: float | None = 1.0  # None measures without clipping
+    optimizer: str = "adamw"
 
 
 DECAYS = {  # remaining share of the way from full to minimal rate at progress p
@@ -58,9 +56,8 @@ DECAYS = {  # remaining share of the way from full to minimal rate at progress p
 
 
 def learning_rate(settings: OptimSettings, step: int) -> float:
-    """Return the rate of training step `step`, counted from 0: a linear warm-up, then the decay
-    from learning_rate to min_lr_ratio of it at total_steps. Stateless: a resume needs no
-    scheduler."""
+    """Return the rate of training step `step`, counted from 0: a linear warm-up, then the decay to
+    min_lr_ratio at total_steps."""
     full_rate = settings.learning_rate
     warmup_steps = settings.warmup_steps
     if step < warmup_steps:
@@ -71,11 +68,11 @@ def learning_rate(settings: OptimSettings, step: int) -> float:
 
 
 class Optimizer:
-    """An optimizer of `params` (name -> parameter). `backward()` accumulates gradients, `update()`
-    applies them.
+    """An optimizer of named parameters. `backward()` accumulates gradients, `update()` applies
+    them.
 
-    `matrices` go to Muon if the settings say so, with the rows of each stacked matrix
-    (`muon.hidden_matrices`). All `ranks` call `update` together.
+    `matrices` has the rows of each stacked matrix that Muon may train. All `ranks` call `update`
+    together.
     """
 
     def __init__(
@@ -90,13 +87,12 @@ class Optimizer:
         self.settings = settings
         self.params = dict(params)
         self.ranks = ranks
-        # the parameters of which each rank holds a shard
         self.parts = {name for name, p in self.params.items() if ranks.is_part(p)}
-        # on CUDA: the first gradient since the last update, in its own dtype
+        # on CUDA: the first gradient since the last update, in the parameter's dtype
         self._waiting: dict[str, Tensor] = {}
         # the float32 tensors that are updated: shards, parameters, or copies of low-precision ones
         self.masters: dict[str, Tensor] = {}
-        self.lows: dict[str, nn.Parameter] = {}  # parameters that are the rounding of their master
+        self.lows: dict[str, nn.Parameter] = {}  # parameters with a separate master
         for name, p in self.params.items():
             if name in self.parts:
                 self.masters[name] = ranks.part(p)
@@ -104,8 +100,8 @@ class Optimizer:
             self.masters[name] = _make_master(name, p, self._waiting)
             if self.masters[name] is not p:
                 self.lows[name] = p
-        self.num_steps = 0  # training steps begun, for the schedule
-        self.num_updates = 0  # updates applied: AdamW's t
+        self.num_steps = 0
+        self.num_updates = 0  # AdamW's t
         self.refused_in_a_row = 0
         rows: dict[str, tuple[int, ...]] = {}
         if settings.optimizer == "muon":
@@ -118,14 +114,12 @@ class Optimizer:
             settings.weight_decay,
             ranks if self.parts else ALONE,
         )
-        # the masters that AdamW updates
         self.others = {name: m for name, m in self.masters.items() if name not in rows}
         self.adamw = self._make_adamw()
         self.rate = settings.learning_rate
         self._fused: Tensors | None = None
 
     def _make_adamw(self) -> Any:
-        """Return AdamW of the parameters that Muon does not train; only matrices decay."""
         settings = self.settings
         matrices = [m for m in self.others.values() if m.ndim >= 2]
         vectors = [m for m in self.others.values() if m.ndim < 2]
@@ -134,7 +128,7 @@ class Optimizer:
             for params, weight_decay in ((matrices, settings.weight_decay), (vectors, 0.0))
             if params
         ]
-        if not groups:  # AdamW refuses an empty list
+        if not groups:
             groups = [{"params": []}]
         hyperparameters = settings.learning_rate, settings.betas, settings.eps
         if not self.in_8_bits:
@@ -144,11 +138,10 @@ class Optimizer:
 
     @property
     def in_8_bits(self) -> bool:
-        """True if AdamW keeps 8-bit moments."""
         return self.settings.optimizer == "adamw8bit"
 
     def begin_step(self) -> float:
-        """Set and return the learning rate of this training step's updates."""
+        """Begin a training step: set and return its learning rate."""
         self.rate = rate = learning_rate(self.settings, self.num_steps)
         self.num_steps += 1
         for group in self.adamw.param_groups:
@@ -157,11 +150,11 @@ class Optimizer:
 
     @torch.no_grad()
     def update(self, refuse: bool = False) -> dict[str, float]:
-        """Clip the gradients, apply them and clear them. Return optim/grad_norm (before clipping),
+        """Clip the gradients, apply and clear them. Return optim/grad_norm (before clipping),
         optim/update_norm and optim/skipped.
 
-        When the norm is not finite, or with `refuse` (a non-finite loss), nothing is applied, and
-        only the count of refusals changes. A missing gradient counts as 0.
+        When the norm is not finite, or with `refuse` (a non-finite loss), no update is applied and
+        the refusal is counted.
         """
         gradients = self._gradients()
         norm = torch.linalg.vector_norm(self._norms(gradients))
@@ -185,7 +178,7 @@ class Optimizer:
 
     def _gradients(self) -> list[Tensor]:
         """Return every parameter's gradient, in the order of `masters`, summed over the ranks;
-        float32, except for one rank's fused step."""
+        float32, except in the fused step of a single rank."""
         all_waiting = self._waiting.keys() == self.masters.keys() == self.others.keys()
         if self.ranks.size == 1 and all_waiting and self._fuses():
             return [self._waiting[name] for name in self.masters]
@@ -204,12 +197,11 @@ class Optimizer:
                 master.grad = torch.zeros_like(master)
             gradients[name] = master.grad
         self.ranks.forget()
-        # the backward pass has summed those of shards over the ranks
+        # the backward pass has already summed those of shards
         self.ranks.add([g for name, g in gradients.items() if name not in self.parts])
         return list(gradients.values())
 
     def _norms(self, gradients: list[Tensor]) -> Tensor:
-        """Return the 2-norm of each whole gradient [P], float32."""
         norms_P = torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
         if not self.parts:
             return norms_P
@@ -218,20 +210,18 @@ class Optimizer:
         return torch.where(is_sharded_P.to(norms_P.device), whole_norms_P, norms_P)
 
     def _own(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Return those gradients, of all parameters, that AdamW reads."""
         return [g for name, g in zip(self.masters, gradients, strict=True) if name in self.others]
 
     def _apply(self, norm: Tensor, gradients: list[Tensor], at: Addresses | None) -> float:
-        """Clip, update the masters, and round them to the parameters. Return the update's 2-norm
-        (with shards, a whole parameter counts once a rank). norm: of all gradients. at: addresses
-        of those of the fused step, if uploaded already."""
+        """Clip, update the masters, round them to the parameters, and return the update's
+        2-norm."""
         is_fused = self._fuses()
         unfused = {} if is_fused else self.others
         most = self.settings.max_grad_norm
         clipped_here = self.muon.params | unfused
         if most is not None and clipped_here:
             nn.utils.clip_grads_with_norm_(clipped_here.values(), most, norm)
-        moved = self.muon.step(self.rate)  # the square of the norm
+        moved = self.muon.step(self.rate)  # squared
         if unfused:
             self.adamw.step()
         for name in clipped_here.keys() & self.lows.keys():
@@ -255,11 +245,9 @@ class Optimizer:
         return self._total(moved).sqrt().item()
 
     def _total(self, squares: Tensor) -> Tensor:
-        """Sum a squared norm over the ranks if they hold shards."""
         return self.ranks.total(squares) if self.parts else squares
 
     def _fuses(self) -> bool:
-        """Return whether AdamW's update is one kernel launch."""
         return (
             bool(self.others)
             and not self.in_8_bits
@@ -267,7 +255,6 @@ class Optimizer:
         )
 
     def _fused_adamw(self) -> Tensors:
-        """Return the tensors of the fused step, with moments of 0 where AdamW has none yet."""
         groups = {id(m): group for group in self.adamw.param_groups for m in group["params"]}
         if self._fused is None:
             for m in self.others.values():
@@ -287,8 +274,6 @@ class Optimizer:
         return self._fused
 
     def _adamw_norm(self) -> float:
-        """Return the 2-norm of AdamW's last update without weight decay, from the moments: of
-        rate * (m / bias1) / (sqrt(v / bias2) + eps)."""
         if not self.others:
             return 0.0
         if self.in_8_bits:
@@ -309,13 +294,13 @@ class Optimizer:
         return norm.item()
 
     def zero_grad(self) -> None:
-        """Drop the accumulated gradients and their memory."""
+        """Drop the accumulated gradients."""
         self._waiting.clear()
         for master in self.masters.values():
             master.grad = None
 
     def weights(self) -> dict[str, Tensor]:
-        """Return this rank's parameters by name, as passes read them."""
+        """Return this rank's parameters in the dtype of forward passes."""
         return {
             name: self.ranks.part(p.detach()).to(self.ranks.dtype(p))
             for name, p in self.params.items()
@@ -323,8 +308,7 @@ class Optimizer:
         }
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Return this rank's moments and float32 masters by parameter name (its shards; whole ones
-        on the leading rank), and the counters. Live tensors, not copies."""
+        """Return this rank's live moments and float32 masters, and the counters."""
         tensors = {}
         for name, master in self.masters.items():
             if not self.keeps(name):
@@ -342,7 +326,7 @@ class Optimizer:
         return tensors, counters
 
     def keeps(self, name: str) -> bool:
-        """Return whether this rank's checkpoint share contains a parameter's state."""
+        """Return whether this rank saves a parameter's state."""
         return self.ranks.leads or name in self.parts
 
     @torch.no_grad()
@@ -378,8 +362,6 @@ class Optimizer:
                 self._revive(name, master, saved, shards)
 
     def _revive(self, name: str, master: Tensor, saved: dict[str, Tensor], shards: int) -> None:
-        """Give a parameter's optimizer this rank's part of the saved moments. shards: the number of
-        ranks whose 8-bit blocks they have."""
         p = self.params[name]
         local_moments = {}
         for kind, whole in saved.items():
@@ -398,11 +380,9 @@ class Optimizer:
             } | local_moments
 
     def _has_master(self, name: str) -> bool:
-        """Return whether a parameter is float32 and passes read its rounding."""
         return self.ranks.dtype(self.params[name]) != torch.float32
 
     def _moments(self, name: str, shards: int = 1) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Return the names, shapes and dtypes of a whole parameter's state over so many shards."""
         p = self.params[name]
         if name not in self.others:
             return {"momentum": (p.shape, torch.float32)}
@@ -429,9 +409,9 @@ def check_saved(
 
 
 def _make_master(name: str, param: nn.Parameter, waiting: dict[str, Tensor]) -> Tensor:
-    """Return the float32 tensor that the optimizer updates: the parameter itself, or a copy, to
-    whose `grad` a hook moves and sums the gradients. On CUDA the hook leaves the first one
-    unconverted in `waiting`, in half of the memory, until a second one comes."""
+    """Return the float32 tensor that the optimizer updates: the parameter, or a copy whose `grad` a
+    hook fills. On CUDA the hook leaves the first gradient unconverted in `waiting`, which saves
+    half of the memory, until a second one comes."""
     if param.dtype == torch.float32:
         return param
     master = param.detach().float().clone()

@@ -2,11 +2,10 @@
 
 Sequences, longest first (stable), go into the first micro-batch with enough space (first-fit
 decreasing: at most 11/9 of the optimal number of bins plus 6/9, Dosa 2007). Positions restart with
-every sequence and `lengths` bounds its attention, so each computes the same as alone.
+every sequence and `lengths` bounds its attention.
 
-The hidden state of the previous token predicts response token y_t: of entry n of every `_N` tensor,
-`targets_N[n]` is y_t, and `index_N[n]` the row of that hidden state. A sequence's last token is not
-fed.
+Entry n of a `_N` tensor belongs to response token y_t = `targets_N[n]`, which the hidden state in
+row `index_N[n]` predicts. A sequence's last token is not fed.
 
 T: tokens fed to the model, N: response tokens, S: sequences of one micro-batch.
 """
@@ -31,8 +30,8 @@ from lowroll.types import MicroBatch, Sample
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One micro-batch as tensors on a device, each created on first use, so that the model's inputs
-    are sent first, without host synchronization. `samples[s]` is the batch index of segment s."""
+    """One micro-batch. Its tensors are created on first use, so that the model's inputs are sent
+    first and without host synchronization. `samples[s]` is the batch index of segment s."""
 
     samples: tuple[int, ...]
     chosen: tuple[Sample, ...]
@@ -40,12 +39,12 @@ class PackedBatch:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens fed of each sequence; they sum to T."""
+        """Tokens fed of each sequence."""
         return tuple(num_fed(sample) for sample in self.chosen)
 
     @cached_property
     def ids_T(self) -> Tensor:
-        """int64, of each sequence the prompt and the response without its last token."""
+        """int64, prompt and response of each sequence without its last token."""
         pieces: list[Sequence[int]] = []
         for sample in self.chosen:
             pieces += [sample.prompt_ids, sample.rollout.token_ids[:-1]]
@@ -59,7 +58,7 @@ class PackedBatch:
 
     @cached_property
     def index_N(self) -> Tensor:
-        """int64 into T."""
+        """int64, into T."""
         return self._put(
             _ranges(torch.tensor(self.lengths).cumsum(0) - self._responses, self._responses)
         )
@@ -73,7 +72,7 @@ class PackedBatch:
 
     @cached_property
     def mask_N(self) -> Tensor:
-        """bool: the token is in the loss."""
+        """bool, true for a token in the loss."""
         return self._put(
             _concatenate_numbers("q", [sample.loss_mask for sample in self.chosen]) != 0
         )
@@ -103,7 +102,7 @@ class PackedBatch:
         return dict(zip(self.samples, x_N.split(self._responses.tolist()), strict=True))
 
     def staleness_N(self, version: int) -> Tensor:
-        """Return how many versions older than `version` each token is, float32."""
+        """Return each token's age in versions, float32."""
         lags: list[float] = []
         for sample in self.chosen:
             spans = sample.rollout.behavior.policy
@@ -121,7 +120,7 @@ class PackedBatch:
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[MicroBatch]:
-    """Pack sequences of the given token counts into micro-batches of at most `capacity` tokens; a
+    """Pack sequences, given by token counts, into micro-batches of at most `capacity` tokens; a
     longer one has its own."""
     bins: list[list[int]] = []
     loads: list[int] = []
@@ -139,9 +138,8 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[MicroBatch]:
 def balance(
     lengths: Sequence[int], costs: Sequence[float], capacity: int, parts: int
 ) -> list[MicroBatch]:
-    """Pack sequences into micro-batches of at most `capacity` tokens (a longer one has its own) and
-    about equal cost. Their number is a multiple of `parts`, if there are enough sequences: the
-    least from that of `first_fit` on with which all fit."""
+    """Pack sequences into micro-batches of at most `capacity` tokens and about equal cost. A longer
+    sequence has its own. Their number is a multiple of `parts`, if there are enough sequences."""
     num_bins = len(first_fit(lengths, capacity))
     while True:
         num_bins = min(len(lengths), -(-num_bins // parts) * parts)
@@ -154,8 +152,6 @@ def balance(
 def _fill_bins(
     lengths: Sequence[int], costs: Sequence[float], capacity: int, num_bins: int
 ) -> list[MicroBatch] | None:
-    """Put the sequences, costliest first, each into the cheapest of `num_bins` bins that it fits
-    in. Return None if one fits in no bin."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     loads, bin_costs = [0] * num_bins, [0.0] * num_bins
     for i in sorted(range(len(lengths)), key=lambda i: -costs[i]):
@@ -172,8 +168,8 @@ def _fill_bins(
 
 
 def cost(sample: Sample, spec: ModelSpec, outputs: int) -> float:
-    """Return the multiplications of a sample's forward pass: of the layers' products, of attention,
-    and of the head. outputs: numbers computed from the hidden state before each response token."""
+    """Return the multiplications of a sample's forward pass. outputs: numbers computed for each
+    response token."""
     num_tokens = num_fed(sample)
     query_size = spec.num_heads * spec.head_dim
     key_size = spec.num_kv_heads * spec.head_dim
@@ -182,17 +178,16 @@ def cost(sample: Sample, spec: ModelSpec, outputs: int) -> float:
     num_mixtures = spec.layers_with_experts
     num_dense = spec.num_layers - num_mixtures
     mlp_sizes = num_mixtures * mixture_size + num_dense * spec.intermediate_size
-    # a token's products, in rows of hidden_size: q and o, k and v; gate, up and down
+    # a token's products, in rows of hidden_size
     layers_cost = spec.num_layers * (2 * query_size + 2 * key_size) + 3 * mlp_sizes
     windows = spec.windows or (0,) * spec.num_layers
     keys = sum(_seen_keys(num_tokens, window) for window in windows)
-    attention_cost = 2 * keys * query_size  # of a token: scores and values
+    attention_cost = 2 * keys * query_size
     head_cost = len(sample.rollout.token_ids) * outputs * spec.hidden_size
     return float(num_tokens * (spec.hidden_size * layers_cost + attention_cost) + head_cost)
 
 
 def _seen_keys(num_tokens: int, window: int) -> float:
-    """Return the keys that a query sees on average. window: 0 for none."""
     if not 0 < window < num_tokens:
         return num_tokens / 2
     return window * (1 - window / (2 * num_tokens))
@@ -205,11 +200,10 @@ def pack(
     costs: Sequence[float] = (),
     parts: int = 1,
 ) -> list[list[int]]:
-    """Pack each portion of samples by itself, and return the micro-batches of all portions as
-    sample indices.
+    """Pack each portion of samples by itself, and return all micro-batches as sample indices.
 
-    parts: the number of ranks. With several, a portion's micro-batches are a multiple of its share
-    of the ranks, which is by its cost. costs[i]: of sample i, read with several ranks only.
+    parts: the number of ranks. The number of a portion's micro-batches is a multiple of its share
+    of the ranks, which is by cost. costs: by sample.
     """
     portions = list(portions)
     total = sum(costs[i] for portion in portions for i in portion) if parts > 1 else 0.0
@@ -222,14 +216,13 @@ def pack(
             portion_costs = [costs[i] for i in portion]
             own_parts = min(parts, math.ceil(parts * sum(portion_costs) / total))
             bins = balance(lengths, portion_costs, capacity, own_parts)
-        # a micro-batch's indices are positions in the portion
         packed += [[portion[i] for i in microbatch.indices] for microbatch in bins]
     return packed
 
 
 class MicrobatchSchedule:
-    """Passes over samples: portions packed separately, dealt to ranks by cost, and gathered.
-    costs[i]: of sample i."""
+    """A schedule of passes over samples: portions are packed separately and dealt to ranks
+    by cost."""
 
     def __init__(
         self,
@@ -249,8 +242,8 @@ class MicrobatchSchedule:
         ]
 
     def dealt(self, device: torch.device) -> Iterator[tuple[PackedBatch, bool]]:
-        """Yield this rank's micro-batches, each with whether it counts. One that does not is the
-        smallest sample, run only to keep the ranks in step: its results must not be used."""
+        """Yield this rank's micro-batches, each with whether it counts. One that does not only
+        keeps the ranks in step: ignore its results."""
         samples = self.samples
         smallest = min(range(len(samples)), key=lambda i: num_fed(samples[i]))
         costs = [sum(self.costs[i] for i in microbatch) for microbatch in self.microbatches]
@@ -259,8 +252,8 @@ class MicrobatchSchedule:
             yield collate(samples, indices, device), number is not None
 
     def gathered(self, *found: Iterable[tuple[PackedBatch, Tensor]]) -> list[PerToken]:
-        """Return the token values of all samples, one mapping a kind, out of what all ranks found.
-        found: for each kind of value, this rank's micro-batches with their values [N]."""
+        """Return the token values of all samples, one mapping for each kind of value in `found`:
+        this rank's micro-batches with their values [N]."""
         values_by_kind: list[PerToken] = []
         for kind in found:
             values_by_kind.append({})
@@ -272,10 +265,8 @@ class MicrobatchSchedule:
 
 
 def split_groups(groups: Sequence[int], parts: int) -> list[list[int]]:
-    """Split sample indices into at most `parts` minibatches of whole groups, in planned order.
-
-    `groups[i]` is the group of sample i. Sizes differ by at most one group.
-    """
+    """Split sample indices into at most `parts` minibatches of whole groups, in order. `groups[i]`
+    is the group of sample i. Sizes differ by at most one group."""
     samples_by_group: dict[int, list[int]] = {}
     for i, group in enumerate(groups):
         samples_by_group.setdefault(group, []).append(i)
@@ -290,12 +281,12 @@ def split_groups(groups: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def num_fed(sample: Sample) -> int:
-    """Return the tokens that the model reads to score a sample: all but the last."""
+    """Return the number of tokens fed: all but the last."""
     return len(sample.prompt_ids) + len(sample.rollout.token_ids) - 1
 
 
 def check(samples: Sequence[Sample], vocab_size: int, context_length: int) -> None:
-    """Raise a ValueError that names the sample and the field that cannot be learned from."""
+    """Raise ValueError for a sample that cannot be learned from, with its field."""
     if not samples:
         raise ValueError("samples: the batch is empty")
     for i, sample in enumerate(samples):
@@ -326,19 +317,18 @@ def check(samples: Sequence[Sample], vocab_size: int, context_length: int) -> No
 def collate(
     samples: Sequence[Sample], indices: Sequence[int], device: torch.device | str = "cpu"
 ) -> PackedBatch:
-    """Concatenate samples into the tensors of one micro-batch on `device`."""
+    """Concatenate samples into one micro-batch."""
     return PackedBatch(tuple(indices), tuple(samples[i] for i in indices), torch.device(device))
 
 
 def _ranges(starts: Tensor, sizes: Tensor) -> Tensor:
     """Return starts[s], starts[s] + 1, ... for sizes[s] numbers, concatenated over s."""
-    offsets = sizes.cumsum(0) - sizes  # where the numbers of each s begin
+    offsets = sizes.cumsum(0) - sizes
     shifts = (starts - offsets).repeat_interleave(sizes)
     return torch.arange(int(sizes.sum())) + shifts
 
 
 def _concatenate_numbers(code: str, lists: Sequence[Sequence[int | float]]) -> Tensor:
-    """Concatenate Python numbers, as int64 ("q") or float64 ("d")."""
     values: array[Any] = array(code)
     for numbers in lists:
         values.extend(numbers)

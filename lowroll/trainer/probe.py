@@ -2,8 +2,7 @@
 thresholds.
 
 `spread` describes ln pi_old - ln b; `silent` counts tokens without a gradient although the ratio R
-is still 1, because of a mask, a rejection or a clip on the mismatch. A = 0 is taken as 1; a KL term
-is left out, and the teacher is assumed to agree with A.
+is still 1, because of a mask, a rejection or a clip on the mismatch.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from lowroll.types import Batch
 
 @dataclass(frozen=True)
 class Probe:
-    """A batch, the learner's log-probs of it and the entropies of its distributions, [N]."""
+    """A batch with the learner's log-probs and entropies, [N]."""
 
     packed: PackedBatch
     learner_N: Tensor
@@ -61,8 +60,8 @@ class Probe:
         return messages
 
     def silent(self, options: Mapping[str, Any]) -> dict[str, float]:
-        """Return the shares of tokens, and of whole sequences, without a gradient under these
-        options of the objective."""
+        """Return the shares of tokens and of whole sequences without a gradient under these
+        options."""
         packed = self.packed
         objective = self.settings.objective
         batch_tensors = {
@@ -71,7 +70,7 @@ class Probe:
             "behavior": packed.behavior_N,
             "proximal": self.learner_N,
         }
-        # at the learner as it is, R = 1; an advantage of 0 or a KL term would hide the rest
+        # an advantage of 0 or a KL term would hide the thresholds
         learner_N = self.learner_N.clone().requires_grad_(True)
         advantages_N = torch.where(packed.advantages_N == 0, 1, packed.advantages_N)
         if "kl_tau" in options:
@@ -100,8 +99,7 @@ class Probe:
 def probe(
     model: Transformer, batch: Batch, settings: LearnSettings, ranks: Ranks = ALONE
 ) -> Probe | None:
-    """Score a batch with the current learner, on all ranks; None if no token of it is learned
-    from."""
+    """Score a batch with the learner, on all ranks; None if it has no token to learn from."""
     active = [i for i, sample in enumerate(batch.samples) if any(sample.loss_mask)]
     if not active:
         return None

@@ -1,10 +1,10 @@
-"""Activation checkpointing, applied to a model from outside.
+"""Activation checkpointing of a model.
 
     False       norms and activation functions, one by one (`model.recompute`)
-    0 .. 1      of the first so many blocks also the gate-up product, the widest tensor of a block
+    0 .. 1      also the gate-up product, a block's widest tensor, in this share of the blocks
     True        of every block all but its input (Chen et al. 2016, arXiv 1604.06174)
 
-The gradient is bitwise the same. Without gradients nothing changes.
+The gradient is bitwise the same.
 """
 
 from __future__ import annotations
@@ -32,9 +32,6 @@ def apply(model: Transformer, activation_checkpointing: bool | float = False) ->
 
 @dataclass(frozen=True)
 class _Remaking:
-    """Recomputation of what blocks announce, and of products of the layers below
-    `products_below`."""
-
     products_below: float
 
     def __call__(
@@ -60,7 +57,6 @@ def _checkpoint(
     sin: Tensor,
     attend: Attend,
 ) -> tuple[Tensor, Stream | None]:
-    """Run a block, and keep only its input for the backward pass."""
     if not torch.is_grad_enabled():
         return run_block(block, x_TD, update_TD, cos, sin, attend)
     assert update_TD is None, "a block that is made again whole leaves no update behind"

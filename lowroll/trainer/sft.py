@@ -1,9 +1,10 @@
 """Supervised warm start on demonstrations, before RL.
 
 With y the response of a demonstration, end-of-turn id included, and N the response tokens of the
-whole batch, a step ascends the token mean of the log-likelihood
+batch, a step ascends
 
-    J(theta) = 1/N sum over demonstrations sum_t log pi(y_t | x, y_<t),      sft/loss = -J, in nats a token
+    J(theta) = 1/N sum over demonstrations sum_t log pi(y_t | x, y_<t)
+    sft/loss = -J, in nats a token
 """
 
 from __future__ import annotations
@@ -35,8 +36,7 @@ ROLES = ("system", "user", "assistant")
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A prompt as chat messages, the response to learn, and the JSON schemas of the prompt's
-    tools."""
+    """A prompt as chat messages, the response to learn, and JSON schemas of tools."""
 
     messages: list[dict[str, str]]
     response: str
@@ -45,7 +45,7 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class SftSettings:
-    batch_size: int  # demonstrations an update
+    batch_size: int
     optim: OptimSettings = field(default_factory=OptimSettings)
     tokens_per_microbatch: int = 8192
     logprob_chunk: int = 1024
@@ -53,8 +53,7 @@ class SftSettings:
 
 
 class SftLearner:
-    """A model that learns demonstrations, its optimizer, and its position in their order.
-    ValueError for demonstrations that the model cannot read."""
+    """A learner from demonstrations. ValueError for those that the model cannot read."""
 
     def __init__(
         self,
@@ -72,19 +71,18 @@ class SftLearner:
         self._order = epochs(len(self.samples), settings.seed)
 
     def step(self) -> dict[str, float]:
-        """Make one update; returns its metrics. TrainingDiverged after MAX_REFUSALS non-finite ones
-        in a row."""
+        """Make one update and return its metrics. TrainingDiverged as `refuse_divergence`."""
         batch = [self.samples[next(self._order)] for _ in range(self.settings.batch_size)]
         return sft_step(self.model, batch, self.optimizer, self.settings)
 
     def state(self) -> tuple[states.Tensors, dict[str, Any]]:
-        """Return the state for a bitwise `restore`: tensors by file and name, and JSON data."""
+        """Return the state as `Trainer.state` does."""
         return states.capture(self.model, self.optimizer)
 
     def restore(
         self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
     ) -> None:
-        """Restore `state`. The seed and the number of steps give the position in the order."""
+        """Restore `state`. The number of steps gives the position in the demonstrations."""
         states.restore(self.model, self.optimizer, tensors, state)
         num_drawn = self.optimizer.num_steps * self.settings.batch_size
         self._order = itertools.islice(
@@ -95,7 +93,7 @@ class SftLearner:
 def sft_step(
     model: Transformer, samples: Sequence[Sample], optimizer: Optimizer, settings: SftSettings
 ) -> dict[str, float]:
-    """Make one update towards the samples' responses; returns its metrics."""
+    """Make one update towards the samples' responses and return its metrics."""
     rate = optimizer.begin_step()
     counts = Denominators(sum(len(sample.rollout.token_ids) for sample in samples), len(samples))
 
@@ -121,7 +119,7 @@ def sft_step(
 def encode_all(
     chat: ChatTokenizer, examples: Sequence[Demonstration], vocab_size: int, context: int
 ) -> list[Sample]:
-    """Convert demonstrations to samples. ValueError names one that does not fit the vocabulary or
+    """Convert demonstrations to samples. ValueError for one that exceeds the vocabulary or
     context."""
     if chat.tokenizer.eos_token_id is None:
         raise ValueError("tokenizer: it has no end-of-sequence token, so a response could not end")
@@ -152,8 +150,7 @@ def encode(tokenizer: ChatTokenizer, example: Demonstration) -> Sample:
 
 
 def epochs(size: int, seed: int) -> Iterator[int]:
-    """Yield the indices below `size` endlessly, each once an epoch, in an order of (seed, epoch)
-    alone."""
+    """Yield the indices below `size` endlessly, shuffled by (seed, epoch) alone."""
     if size < 1:
         raise ValueError("examples: there is no demonstration to learn from")
     epoch = 0
@@ -165,9 +162,8 @@ def epochs(size: int, seed: int) -> Iterator[int]:
 
 
 def read_demonstrations(path: Path) -> list[Demonstration]:
-    """Read demonstrations from a JSONL of {"messages": [{"role", "content"}, ...]}: one for each
-    assistant message. ValueError names the file and line of the first row that does not end with
-    the assistant."""
+    """Read a JSONL of {"messages": [{"role", "content"}, ...]}: one demonstration for each
+    assistant message. ValueError for a row that does not end with the assistant."""
     if not path.is_file():
         raise ValueError(f"sft.data: {path}: no such file")
     examples = []
@@ -190,7 +186,6 @@ def read_demonstrations(path: Path) -> list[Demonstration]:
 
 
 def _parse_messages(row: Any) -> list[dict[str, str]]:
-    """Return the messages of a row. ValueError unless the assistant speaks last."""
     if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
         raise ValueError('expected {"messages": [...]}')
     for k, message in enumerate(row["messages"]):

@@ -1,6 +1,6 @@
 """A checkpoint that all ranks write together, each its share, into one folder that appears whole.
 
-    lead(ranks, lambda share: store.save(..., share=share))        the rank that leads
+    lead(ranks, lambda share: store.save(..., share=share))        the leading rank
     follow(ranks, tensors)                                         the others, at the same time
 
 Any rank's full disk fails the save on the leading rank, which may retry, and which alone publishes
@@ -22,7 +22,7 @@ from lowroll.checkpoint.store import write_part
 from lowroll.parallel.ranks import Ranks
 from lowroll.transport.base import TransportError
 
-SAVE_S = 3600.0  # the wait for the leading rank to publish
+SAVE_S = 3600.0
 Result = TypeVar("Result")
 
 
@@ -47,13 +47,12 @@ def lead(ranks: Ranks, save: Callable[[Callable[[Path], None]], Result]) -> Resu
 
 
 def follow(ranks: Ranks, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Write this rank's share whenever the leading rank has a folder for it."""
+    """Write this rank's share at each of the leading rank's attempts."""
     while folder := ranks.tell(wait_s=SAVE_S):
         _gather_errnos(ranks, _write_share(Path(folder.decode()), tensors, ranks))
 
 
 def _write_share(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], ranks: Ranks) -> int:
-    """Write a share and return its errno; 0 for none."""
     try:
         write_part(folder, tensors, ranks.rank, ranks.size)
     except Exception as error:
@@ -64,7 +63,6 @@ def _write_share(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], rank
 
 
 def _gather_errnos(ranks: Ranks, code: int) -> list[int]:
-    """Return each rank's errno; 0 for none."""
     sizes = dict.fromkeys(range(ranks.size), 1)
     (errno_by_rank,) = ranks.gather([{ranks.rank: torch.tensor([float(code)])}], sizes)
     return [int(errno_by_rank[rank].item()) for rank in range(ranks.size)]

@@ -1,12 +1,12 @@
 """The learner's state for a bitwise resume, as named tensors and JSON.
 
-tensors["model"]       every trainable parameter by name (LoRA: the adapter; the base is the model folder)
-tensors["optimizer"]   AdamW's moments, Muon's momentum, and float32 masters of low-precision parameters
-tensors["critic"], tensors["critic_optimizer"], state["critic"]     the same of PPO's critic, all of its weights
-state["optimizer"]     training steps, updates applied, updates refused in a row
-state["version"]       policy version that the learner holds
-state["last_step"]     the last batch consumed: an older one is refused
-state["uaq_scale"]     the scale that the weights carry (`model.scaling`): they are never scaled twice
+tensors["model"]         every trainable parameter by name (LoRA: the adapter alone)
+tensors["optimizer"]     AdamW's moments, Muon's momentum, and float32 masters
+tensors["critic"], tensors["critic_optimizer"], state["critic"]   the same of PPO's critic
+state["optimizer"]       training steps, updates applied, updates refused in a row
+state["version"]         policy version of the weights
+state["last_step"]       the last batch consumed: an older one is refused
+state["uaq_scale"]       the scale of the weights (`model.scaling`), which are never scaled twice
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ Tensors = dict[str, dict[str, Tensor]]
 def capture(
     model: Transformer, optimizer: Optimizer, critic: Critic | None = None
 ) -> tuple[Tensors, dict[str, Any]]:
-    """Return this rank's state of model, optimizer and critic. The tensors are live: write them
-    before the next step."""
+    """Return this rank's state. The tensors are live: write them before the next step."""
     moments, counters = optimizer.state()
     tensors = {"model": optimizer.weights(), "optimizer": moments}
     state = {"optimizer": counters, "uaq_scale": scaling.applied(model)}
@@ -49,10 +48,9 @@ def restore(
     state: Mapping[str, Any],
     critic: Critic | None = None,
 ) -> None:
-    """Restore the `capture` of all ranks in place, bitwise, also from another number of ranks.
+    """Restore the `capture` of all ranks in place, bitwise, and requantize an aligned model.
 
-    Requantizes an aligned model. ValueError, before anything changes, names the first parameter
-    that is missing, unknown or mis-shaped, or a different weight scaling.
+    ValueError, before anything changes, for other parameters or a different weight scaling.
     """
     saved = tensors["model"]
     ranks = optimizer.ranks

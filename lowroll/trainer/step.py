@@ -7,16 +7,15 @@ For each minibatch M of whole groups the learner ascends
 of the log-probs under the learner, the proximal policy (the learner before the batch), the behavior
 policy that the rollouts recorded, and the frozen reference; all at the sampling temperature.
 
-1. Micro-batches add up to M exactly: denominators are the counts of M, whose sequences are all
-   samples of M, masked or not.
-2. With one minibatch the proximal policy *is* the learner, detached. With more, or with weights
-   divided by their mean over the batch, a pass without gradient records its log-probs first, packed
-   as the updates: a product with another number of rows rounds differently. So R = 1 bit for bit
-   until the weights change. Reference and teacher read the same micro-batches.
+1. Denominators are the counts of M, so micro-batches add up exactly. All sequences of M count,
+   masked or not.
+2. With one minibatch the proximal policy is the learner, detached. With more, or with weights
+   divided by their mean over the batch, a pass without gradient records its log-probs first. It is
+   packed as the updates, because a product with another number of rows rounds differently. So R = 1
+   bit for bit until the weights change.
 3. A sequence with advantage 0 runs forward only, unless a KL term needs its gradient.
 4. With `replay_kv` the learner alone attends to what each sample's cache held (`model.replay`).
 5. The KL term omits tokens that the objective rejects; denominators count them.
-6. Statistics are computed on the host from copied log-probs, while the device computes the gradient.
 
 T: tokens fed, N: response tokens.
 """
@@ -64,32 +63,28 @@ NO_UPDATE = {
     "optim/grad_norm": 0.0,
     "optim/update_norm": 0.0,
     "optim/skipped": 0.0,
-}  # of a policy that does not learn
+}  # of a step that does not train the policy
 
 
 class TrainingDiverged(RunFailed):
-    """A non-finite objective or gradient in MAX_REFUSALS updates in a row. The weights are those
-    before."""
+    """A run of MAX_REFUSALS non-finite updates. The weights are those before."""
 
 
 @dataclass(frozen=True)
 class LearnSettings:
-    """Settings of the learner. `objective` is from `objectives.objective.select(algorithm,
-    correction)`."""
+    """Settings of the learner."""
 
     objective: Objective
-    # of the objective: eps_low, cap, reduce, max_length ...
     options: Mapping[str, Any] = field(default_factory=dict)
-    minibatches: int = 1  # optimizer updates a batch
+    minibatches: int = 1
     tokens_per_microbatch: int = 8192
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
     logprob_chunk: int = 1024  # tokens whose logits exist at once
-    replay_kv: bool = False  # the learner attends to what the sampler's cache held
+    replay_kv: bool = False
 
     @property
     def has_teacher(self) -> bool:
-        """True if the objective reads a teacher's log-probs."""
         return bool(self.options.get("teacher_tau"))
 
     @property
@@ -99,7 +94,6 @@ class LearnSettings:
 
     @property
     def reduction(self) -> dict[str, Any]:
-        """The aggregation of tokens, for the policy and the KL term."""
         return {
             name: (self.objective.options | dict(self.options))[name]
             for name in ("reduce", "max_length")
@@ -108,7 +102,7 @@ class LearnSettings:
 
 @dataclass(frozen=True)
 class PassOutput:
-    """Detached learner log-probs and entropies of the sequences that ran, on the host."""
+    """Detached log-probs and entropies of the sequences that ran, on the host."""
 
     log_probs: PerToken = field(default_factory=dict)
     entropy: PerToken = field(default_factory=dict)
@@ -136,8 +130,8 @@ class PackedForward:
         objective: Callable[[PackedBatch, Tensor], Tensor] | None = None,
     ) -> PassOutput:
         """Run the samples, each portion packed by itself, and return the results of all ranks. With
-        `objective(packed, learner_N)`, a micro-batch's share of J, accumulate the gradient of -J,
-        which stays the rank's own; the log-probs are bitwise the same."""
+        `objective(packed, learner_N)`, a micro-batch's share of J, accumulate this rank's gradient
+        of -J."""
         costs = [
             cost(sample, self.model.spec, self.model.spec.vocab_size) for sample in self.samples
         ]
@@ -145,7 +139,7 @@ class PackedForward:
         walk = MicrobatchSchedule(
             self.samples, by_temperature, self.tokens_per_microbatch, costs, self.ranks
         )
-        transfers: list[tuple[PackedBatch, Tensor]] = []  # log-probs and entropies, [2, N]
+        transfers: list[tuple[PackedBatch, Tensor]] = []  # [2, N] each
         last_copy_event = None
         for packed, counts in walk.dealt(self.model.device):
             with torch.set_grad_enabled(objective is not None):
@@ -159,7 +153,7 @@ class PackedForward:
                     exact=self.model.exact,
                 )
                 del hidden_TD
-                if counts:  # else the pass only keeps the ranks in step, and has gradient 0
+                if counts:  # else the pass only keeps the ranks in step
                     logp_entropy_2N = torch.stack((learner_N.detach(), entropy_N))
                     transfers.append((packed, logp_entropy_2N.to("cpu", non_blocking=True)))
                     last_copy_event = _record_event(self.model.device)
@@ -179,7 +173,6 @@ class PackedForward:
         return self.temperature if sample_temperature is None else sample_temperature
 
     def _by_temperature(self, portion: Sequence[int]) -> list[list[int]]:
-        """Group a portion's samples by temperature, in order of first appearance."""
         indices_by_temperature: dict[float, list[int]] = {}
         for i in portion:
             indices_by_temperature.setdefault(self._temperature(i), []).append(i)
@@ -199,8 +192,8 @@ class Minibatch:
     """The samples of one update, by index in the batch."""
 
     samples: list[int]
-    active: list[int]  # samples with a token that is learned from
-    with_gradient: set[int]  # samples of the whole batch
+    active: list[int]
+    with_gradient: set[int]
 
     @property
     def portions(self) -> tuple[list[int], list[int]]:
@@ -237,8 +230,7 @@ def learn(
     teacher: Transformer | None = None,
     on_update: Callable[[int, int], object] | None = None,
 ) -> dict[str, float]:
-    """Update the model from a batch, one update a minibatch, and return the metrics (names as in
-    `lowroll.metrics.names`).
+    """Update the model from a batch, one update a minibatch, and return the metrics.
 
     `reference` is the frozen model of the KL term; None with LoRA means the adapter off. A `critic`
     is updated too, and gives token advantages; while it warms up, the policy is only measured.
@@ -258,7 +250,6 @@ def learn(
         optimizer.ranks,
     )
     minibatches = split_groups([sample.group for sample in samples], settings.minibatches)
-    # the samples with a token to learn from, by minibatch
     active = [[i for i in minibatch if any(samples[i].loss_mask)] for minibatch in minibatches]
     all_active = list(chain.from_iterable(active))
     value_estimates = None if critic is None else critic.judge(samples, active)
@@ -281,7 +272,7 @@ def learn(
     for minibatch in plan:
         objective = _MinibatchObjective(samples, minibatch, settings, anchors, advantages)
         record, log_probs = _accumulate(forward, objective)
-        if not records:  # of the policy before its first update, while the device is busy
+        if not records:  # measured before the first update, while the device is busy
             learner = log_probs if anchors.proximal is None else anchors.proximal
             mismatch_metrics = _mismatch_metrics(batch, all_active, learner, settings)
         if updates_policy:
@@ -308,7 +299,6 @@ def _check_inputs(
     reference: Transformer | None,
     teacher: Transformer | None,
 ) -> None:
-    """Raise ValueError for an unusable batch, or a missing reference or teacher."""
     samples = batch.samples
     check(samples, model.spec.vocab_size, model.spec.max_position)
     if settings.replay_kv:
@@ -337,7 +327,6 @@ def _check_inputs(
 
 
 def _check_replay(samples: Sequence[Sample], model: Transformer) -> None:
-    """Raise ValueError for a bounded cache without a valid record of its dropped keys."""
     spec = model.spec
     for i, sample in enumerate(samples):
         evictions, behavior_tag = sample.rollout.evictions, sample.rollout.behavior
@@ -363,7 +352,6 @@ def _samples_with_gradient(
     settings: LearnSettings,
     advantages: PerToken | None,
 ) -> set[int]:
-    """Return the samples with a gradient: an advantage, or a term that needs none."""
     if settings.kl_coef or not settings.objective.needs_advantage(**settings.options):
         return set(active)
     if advantages is None:
@@ -378,17 +366,16 @@ def _anchors(
     reference: Transformer | None,
     teacher: Transformer | None,
 ) -> FixedPolicyLogProbs:
-    """Run a pass without gradient for each fixed policy that is read, packed as the updates."""
+    """Run a pass without gradient for each fixed policy, packed as the updates."""
     portions = list(chain.from_iterable(minibatch.portions for minibatch in plan))
     proximal_lp = reference_lp = teacher_lp = None
-    # only the learner attends to what the sampler's cache held
+    # only the learner replays the cache
     dense = replace(forward, replay_kv=False)
     if len(plan) > 1 or settings.normalizes:
         proximal_lp = forward.run(portions).log_probs
     if settings.kl_coef and reference is not None:
         reference_lp = replace(dense, model=reference).run(portions).log_probs
     elif settings.kl_coef:
-        # the model before training: adapter off, no noise on its norms
         with lora.disabled(forward.model), noise.muted(forward.model):
             reference_lp = dense.run(portions).log_probs
     if settings.has_teacher and teacher is not None:
@@ -399,9 +386,6 @@ def _anchors(
 def _mismatch_metrics(
     batch: Batch, active: Sequence[int], learner: PerToken, settings: LearnSettings
 ) -> dict[str, float]:
-    """Return the mismatch of sampler and learner on the active samples: of all, by length, by
-    staleness if the learner's version is known, and of rejected samples if a cache was bounded or
-    rounded. learner: its log-probs before the first update."""
     if not active:
         return {}
     packed = collate(batch.samples, active)
@@ -423,8 +407,6 @@ def _mismatch_metrics(
 def _rejection_metrics(
     packed: PackedBatch, per_token: Mapping[str, Tensor], settings: LearnSettings
 ) -> dict[str, float]:
-    """Return the statistics of what the objective rejects before the first update. per_token:
-    learner, behavior, mask and segments, [N]."""
     options = settings.objective.options | dict(settings.options)
     verdict = settings.objective.verdict(**per_token, proximal=per_token["learner"], **options)
     scores = [sample.score for sample in packed.chosen]
@@ -440,7 +422,6 @@ def _rejection_metrics(
 def _refuse_step(
     step: int, record: Mapping[str, float], optimizer: Optimizer, critic: Critic | None
 ) -> None:
-    """Raise TrainingDiverged for the policy or the critic, as `refuse_divergence`."""
     loss, norm = record["policy/objective"], record["optim/grad_norm"]
     refuse_divergence(f"step {step}: objective", loss, norm, optimizer)
     if critic is not None:
@@ -458,8 +439,8 @@ def refuse_divergence(where: str, loss: float, norm: float, optimizer: Optimizer
 
 @dataclass(frozen=True)
 class _MinibatchObjective:
-    """J of a minibatch and its statistics. The values of micro-batches add up to the whole's. Token
-    `advantages` replace those of the samples."""
+    """The objective J of a minibatch and its statistics. The values of micro-batches add up to the
+    whole's."""
 
     samples: Sequence[Sample]
     minibatch: Minibatch
@@ -469,12 +450,11 @@ class _MinibatchObjective:
 
     @functools.cached_property
     def whole(self) -> PackedBatch:
-        """The samples that are learned from, on the host."""
         return collate(self.samples, self.minibatch.active)
 
     @functools.cached_property
     def counts(self) -> Denominators:
-        """The denominators. They are counted at first use, when the device already has work."""
+        """The denominators, counted at first use, when the device already has work."""
         whole, proximal = self.whole, self.anchors.proximal
         total = self.settings.objective.count(
             mask=whole.mask_N,
@@ -486,7 +466,6 @@ class _MinibatchObjective:
         return replace(total, num_sequences=len(self.minibatch.samples))
 
     def __call__(self, packed: PackedBatch, learner_N: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """Return a micro-batch's share of J, and the statistics of its tokens."""
         settings, anchors, advantages = self.settings, self.anchors, self.advantages
         proximal = anchors.proximal
         policies = {
@@ -511,7 +490,6 @@ class _MinibatchObjective:
     def _divergence(
         self, policies: Mapping[str, Tensor], reference_N: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return the KL to the reference, without the tokens that the objective rejects."""
         settings = self.settings
         usable_N = policies["behavior"].isfinite() | (not settings.objective.needs_behavior)
         verdict = settings.objective.verdict(**policies, **settings.options)
@@ -530,8 +508,6 @@ class _MinibatchObjective:
 def _accumulate(
     forward: PackedForward, objective: _MinibatchObjective
 ) -> tuple[dict[str, float], PerToken]:
-    """Accumulate a minibatch's gradient by micro-batches. Return the statistics of the whole, and
-    the learner's log-probs."""
     with_gradient, forward_only = objective.minibatch.portions
     output = forward.run([with_gradient], lambda packed, learner_N: objective(packed, learner_N)[0])
     output |= forward.run([forward_only])
@@ -545,7 +521,6 @@ def _accumulate(
 
 
 def _merge_records(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Merge the statistics of a step's updates: extremes, sums of counts, means of the rest."""
     merged: dict[str, float] = {}
     for name in dict.fromkeys(chain.from_iterable(records)):
         values = [record[name] for record in records if name in record]

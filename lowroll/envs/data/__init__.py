@@ -1,1 +1,1 @@
-"""User data sets: sources of rows, columns, and Python reward functions. Without torch."""
+"""User data sets: rows, columns, and Python reward functions. Without torch."""

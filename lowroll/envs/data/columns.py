@@ -1,7 +1,7 @@
 """A row's columns: prompt, gold answer, demonstration (docs/data.md).
 
 They may be named (`reward_model.ground_truth` is a key inside one); otherwise the first usual name
-with a value counts, so rows of TRL, verl, DAPO, GSM8K and MATH need no mapping.
+with a value counts.
 """
 
 from __future__ import annotations
@@ -29,25 +29,24 @@ COMPLETIONS = ("completion", "response", "messages")
 
 @dataclass(frozen=True)
 class DataTask:
-    """A parsed row: the prompt without a demonstration, the answer, and all columns as JSON
-    data."""
+    """A parsed row as JSON data. The prompt has no demonstration."""
 
     prompt: str | list[Message]
-    answer: Any = None  # None: the row has none
+    answer: Any = None
     completion: str | None = None
     columns: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns to use; None: the row's first usual one."""
+    """The columns to use; None: the first usual one."""
 
     prompt: str | None = None
     answer: str | None = None
     completion: str | None = None
 
     def task(self, row: Mapping[str, Any], where: str) -> DataTask:
-        """Parse a row. ValueError names the place, the wrong column and the present ones."""
+        """Parse a row. ValueError names the place and the wrong column."""
         prompt_name, prompt_value = _find_column(row, self.prompt, PROMPTS, where, "prompt")
         if prompt_name is None:
             if null := [key for key in PROMPTS if key in row]:
@@ -66,7 +65,7 @@ class Columns:
             completion_where = f"{where}: column {completion_name!r}"
             completion = _parse_completion(completion_value, completion_where)
         if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
-            prompt = prompt[:-1]  # a demonstration
+            prompt = prompt[:-1]
         if not prompt:
             raise ValueError(f"{where}: column {prompt_name!r}: nothing is asked in it")
         answer = plain(answer_value)
@@ -76,16 +75,12 @@ class Columns:
 
 
 def _json_columns(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row's columns as JSON data, without those that are none."""
     return {key: value for key in row if (value := plain(row[key])) is not ODD}
 
 
 def _find_column(
     row: Mapping[str, Any], named: str | None, usual: Sequence[str], where: str, what: str
 ) -> tuple[str | None, Any]:
-    """Return (column, value): of the named column, else of the first usual one that has a value;
-    (None, None) when none has. ValueError, with the setting `what`, for a named one that is not
-    there."""
     if named is not None:
         return named, _value_at(row, named, where, what)
     for name in usual:
@@ -99,7 +94,6 @@ def _find_column(
 
 
 def _value_at(row: Mapping[str, Any], path: str, where: str, what: str) -> Any:
-    """Return the value of a column, or of a key inside it (`a.b`)."""
     if path in row:
         return row[path]
     value: Any = row
@@ -137,10 +131,8 @@ def _parse_message(value: Any, where: str) -> Message:
 
 
 def _message_content(message: Mapping[str, Any], where: str) -> str:
-    """Return a message's text: its content, its text parts joined, or "" for an assistant's
-    message with tool calls alone. ValueError for any other content."""
     content = message.get("content")
-    if isinstance(content, list):  # multimodal parts
+    if isinstance(content, list):
         parts = [part for part in content if isinstance(part, Mapping)]
         kinds = {part.get("type", "text") for part in parts}
         if len(parts) < len(content) or kinds - {"text"}:
@@ -160,7 +152,6 @@ def _message_content(message: Mapping[str, Any], where: str) -> str:
 
 
 def _parse_completion(value: Any, where: str) -> str | None:
-    """Return a demonstration: a text, or the assistant's last message, if any."""
     if isinstance(value, str):
         return value
     prompt = _parse_prompt(value, where)
@@ -173,8 +164,7 @@ ODD = object()
 
 
 def plain(value: Any) -> Any:
-    """Return JSON data, null for non-finite numbers, and ODD for anything else, such as an
-    image."""
+    """Return JSON data, null for non-finite numbers, and ODD for anything else."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if value is None or isinstance(value, (str, int, float)):

@@ -25,7 +25,7 @@ from lowroll.types import Message, Prompt, Score
 
 logger = logging.getLogger(__name__)
 
-NUMBER = re.compile(r":\d+$|\[\d+\]$")  # a row's number after its source
+NUMBER = re.compile(r":\d+$|\[\d+\]$")
 Said = str | list[Message]  # a response, or the messages after the prompt
 
 
@@ -82,7 +82,7 @@ class Data(Environment):
             streaming=streaming,
             rows=rows,
         )
-        self._looked = False  # whether `_look` has checked the functions
+        self._looked = False
         self._kinds: dict[str, tuple[str, str]] = {}  # kind of prompts and first row, by source
 
     def size(self, split: str = "train") -> int | None:
@@ -93,8 +93,8 @@ class Data(Environment):
         return size
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Return a row's prompt. `info` has what the reward functions take of the row (`columns`) and
-        of the rollouts (`takes`), and the gold answer if that alone is scored."""
+        """Return a row's prompt. `info` has what the reward functions take, and the gold answer if
+        that alone is scored."""
         self.check_task(index, split)
         row_index = self.rows.at(split, index)
         task = self.rows[split][row_index]
@@ -163,8 +163,6 @@ class Data(Environment):
         return f"\\boxed{{{perturb(prompt.info['answer'])}}}"
 
     def _task(self, row: dict[str, Any], where: str) -> DataTask | None:
-        """Return a row. Without reward functions it needs an answer: None for an empty one, and
-        ValueError for none, unless it has a demonstration to train on."""
         task = self.columns.task(row, where)
         self._check_kind(task, where)
         if not self.is_graded:
@@ -184,7 +182,6 @@ class Data(Environment):
         )
 
     def _check_kind(self, task: DataTask, where: str) -> None:
-        """Raise ValueError unless a source's prompts are all texts or all messages."""
         kind = "a text" if isinstance(task.prompt, str) else "chat messages"
         source = NUMBER.sub("", where)
         first_kind, first_row = self._kinds.setdefault(source, (kind, where))
@@ -195,7 +192,6 @@ class Data(Environment):
             )
 
     def _look(self, task: DataTask) -> None:
-        """Check the functions' parameters once, and log the files of code."""
         self._looked = True
         for function in self.functions:
             if function.file is not None:
@@ -205,14 +201,12 @@ class Data(Environment):
             logger.warning("env %s: its reward functions are the code of %s", self.name, file)
 
     def _named(self, task: DataTask) -> dict[str, Any]:
-        """Return a row's columns, and the answer under the functions' names for it."""
         answers = (
             {} if task.answer is None else {"answer": task.answer, "ground_truth": task.answer}
         )
         return answers | task.columns
 
     def _wanted(self, task: DataTask) -> dict[str, Any]:
-        """Return the columns that the functions take; all if one of them takes any."""
         columns = self._named(task)
         taken_names: set[str] = set()
         for function in self.functions:
@@ -222,7 +216,6 @@ class Data(Environment):
         return {name: value for name, value in columns.items() if name in taken_names}
 
     def _in_template(self, messages: list[Message]) -> list[Message]:
-        """Return the messages with the last user's one put into the template."""
         user_indices = [i for i, message in enumerate(messages) if message["role"] == "user"]
         if not user_indices or self.template == "{text}":
             return list(messages)
@@ -231,8 +224,6 @@ class Data(Environment):
         return [*messages[:last], {**messages[last], "content": text}, *messages[last + 1 :]]
 
     def _sum(self, i: int, rewards: Sequence[float | None], log: Logged) -> Score | InvalidScore:
-        """Return response i's weighted sum of the functions' rewards, without those that are None;
-        Inapplicable if all are."""
         rewards_by_name: dict[str, float] = {}
         weighted_rewards: list[float] = []
         for function, reward, weight in zip(self.functions, rewards, self.weights, strict=True):

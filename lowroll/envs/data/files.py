@@ -16,7 +16,7 @@ from typing import Any
 Located = tuple[str, dict[str, Any]]
 
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-LONGEST_CELL = 1 << 24  # characters of a CSV cell
+LONGEST_CELL = 1 << 24  # characters
 NEEDS_DATASETS = "needs the package 'datasets' (pip install 'lowroll[data]')"
 
 
@@ -34,8 +34,8 @@ def read_jsonl(path: str) -> Iterator[Located]:
 
 
 def read_json(path: str) -> Iterator[Located]:
-    """Yield the objects of a JSON list, of an object's only list (`{"data": [...]}`), or of JSON
-    lines. Any other object is the only row."""
+    """Yield the objects of a JSON list, of an object's only list, or of JSON lines. Any other
+    object is the only row."""
     text = Path(path).read_bytes()
     first_line, _, other_lines = text.strip().partition(b"\n")
     first_is_object = first_line.startswith(b"{") and first_line.endswith(b"}")

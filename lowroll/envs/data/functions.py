@@ -1,8 +1,7 @@
 """Reward functions: Python functions of responses (docs/data.md).
 
-A function with a parameter `completions` gets all responses to one prompt, as in TRL, and returns
-as many rewards; any other gets one response and returns one. Both take any column by name. None
-means "does not apply".
+A function with a parameter `completions` gets all responses to one prompt, as in TRL; any other
+gets one. A reward of None means that the function does not apply.
 """
 
 from __future__ import annotations
@@ -37,24 +36,23 @@ from lowroll.envs.table import import_file, split_file
 from lowroll.envs.user_errors import describe, place
 from lowroll.types import Message, nearest
 
-ANSWER = "answer"  # the built-in function
-TEXTS = ("text", "solution_str")  # a response's text; the second name is verl's
+ANSWER = "answer"
+TEXTS = ("text", "solution_str")  # the second name is verl's
 ONE = (*TEXTS, "completion", "prompt", "rollout")
 # TRL's arguments that are not columns
 OF_ROLLOUTS = ("completion_ids", "trainer_state")
 LOGS = ("log_extra", "log_metric")
 SEVERAL = ("completions", "prompts", *OF_ROLLOUTS, *LOGS)
 NO_COLUMNS = ("prompt", "completion")  # not passed to **columns, as in TRL
-MAX_EXTRA = 500_000  # logged characters per prompt
-SAID = frozenset((*TEXTS, "completion", "rollout", "completions"))  # names of the response
+MAX_EXTRA = 500_000  # characters per prompt
+SAID = frozenset((*TEXTS, "completion", "rollout", "completions"))
 UNKNOWN_HERE = dict.fromkeys((*OF_ROLLOUTS, *LOGS), "only functions of completions are given it")
 UNKNOWN_HERE["environments"] = "TRL's environments are not passed here"
 
 
 @dataclass(frozen=True)
 class Response:
-    """A function's `rollout` argument. `columns` is the row with `answer`; `messages` follow the
-    prompt."""
+    """A function's `rollout` argument. `messages` follow the prompt."""
 
     text: str
     prompt: str | list[Message]
@@ -84,7 +82,6 @@ class Logged:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return the mean of each metric."""
         return {name: sum(values) / len(values) for name, values in self._metrics.items()}
 
     def extra(self, i: int) -> dict[str, Any] | None:
@@ -140,7 +137,7 @@ class PromptResponses:
 
     @property
     def completions(self) -> list[Any]:
-        """Return texts where the prompt is text, else lists of messages."""
+        """Texts if the prompt is text, else lists of messages."""
         return (
             self.texts
             if isinstance(self.prompt, str)
@@ -152,19 +149,18 @@ class RewardFunction:
     """A named function. `columns`: those it takes; None: all."""
 
     def __init__(self, name: str, function: Callable[..., Any], file: str | None) -> None:
-        """Read what the function takes from its signature. ValueError for a parameter without a
-        name, or none for the response."""
+        """Read the signature. ValueError for a parameter without a name, or none for the
+        response."""
         self.name, self.function, self.file = name, function, file
         parameters = inspect.signature(function).parameters.values()
         self.takes_rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
         for parameter in parameters:
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
                 raise ValueError(f"{self.where}: {parameter} must be a parameter that can be named")
-        # whether each named parameter is required
         self.wanted = {p.name: p.default is p.empty for p in parameters if p.kind != p.VAR_KEYWORD}
-        self.is_of_several = "completions" in self.wanted  # takes all responses at once
-        self.own = SEVERAL if self.is_of_several else ONE  # parameters that are no columns
-        self.takes: tuple[str, ...] = ()  # what it takes of the rollouts
+        self.is_of_several = "completions" in self.wanted
+        self.own = SEVERAL if self.is_of_several else ONE
+        self.takes: tuple[str, ...] = ()
         if self.is_of_several:
             self.takes = tuple(n for n in OF_ROLLOUTS if self.takes_rest or n in self.wanted)
         if not self.takes_rest and SAID.isdisjoint(self.wanted):
@@ -217,11 +213,10 @@ class RewardFunction:
         return [self._of_one(asked, i) for i in range(len(asked.said))]
 
     def _read(self, returned: list[Any], count: int) -> list[float | None]:
-        """Return the rewards of `count` responses from what the calls returned."""
         if not self.is_of_several:
             return [self._number(value) for value in returned]
         (rewards,) = returned
-        if hasattr(rewards, "tolist"):  # an array or a tensor
+        if hasattr(rewards, "tolist"):
             rewards = rewards.tolist()
         is_list = isinstance(rewards, (list, tuple))
         if not is_list or len(rewards) != count:
@@ -273,7 +268,6 @@ class RewardFunction:
 
     @contextlib.contextmanager
     def _blamed(self) -> Iterator[None]:
-        """Have the function's exceptions name it and its line."""
         try:
             yield
         except MemoryError:
@@ -302,8 +296,8 @@ class RewardFunction:
 
 
 async def gathered(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Return the results of concurrent calls. All end before the first error is raised, so none
-    overlaps the next responses."""
+    """Return the results of concurrent calls. All end before the first error is raised, so that
+    none overlaps the next responses."""
     import asyncio  # imported only to wait
 
     results = await asyncio.gather(*calls, return_exceptions=True)
@@ -318,8 +312,7 @@ def rewards_of(
     asked: PromptResponses,
     tell: Callable[[str], object],
 ) -> list[list[float | None]]:
-    """Return each function's rewards. Async ones are awaited together at the end, as in TRL; `tell`
-    gets the names of running functions."""
+    """Return each function's rewards. Async ones are awaited together at the end, as in TRL."""
     rewards_by_name: dict[str, list[float | None]] = {}
     async_functions = [f for f in functions if isinstance(f, RewardFunction) and f.is_async]
     for function in functions:
@@ -336,9 +329,9 @@ def rewards_of(
 
 
 def load(ids: Sequence[str]) -> list[RewardFunction | RewardModel]:
-    """Load functions by id: `rewards.py:brevity`, `package.module:brevity`, a reward model's
-    folder or hub id, or `answer`. A file runs once. ValueError for a missing function or a
-    duplicate name."""
+    """Load functions by id: `rewards.py:brevity`, `package.module:brevity`, a reward model's folder
+    or hub id, or `answer`. A file runs once. ValueError for a missing function or a duplicate name.
+    """
     modules: dict[str, ModuleType] = {}
     functions = [_load_function(id, modules) for id in ids]
     names = [function.name for function in functions]
@@ -349,7 +342,6 @@ def load(ids: Sequence[str]) -> list[RewardFunction | RewardModel]:
 
 
 def _load_function(id: str, modules: dict[str, ModuleType]) -> RewardFunction | RewardModel:
-    """Load a function of an id (see `load`). modules: those imported so far, by file or name."""
     if id == ANSWER:
         return RewardFunction(ANSWER, answer, None)
     file, name = split_file(id)
@@ -379,7 +371,6 @@ def _load_function(id: str, modules: dict[str, ModuleType]) -> RewardFunction | 
 
 
 def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a partial's function or an object's `__call__`."""
     while isinstance(function, functools.partial):
         function = function.func
     if not hasattr(function, "__code__") and not hasattr(function, "__wrapped__"):
@@ -401,7 +392,7 @@ def _import_module(file: Path | None, home: str) -> ModuleType:
 
 
 def answer(text: str, answer: str | None = None) -> float:
-    r"""Return 1 when the final answer, in `\boxed{}` or after `####`, equals the gold one; else 0."""
+    r"""Return 1 when the final answer equals the gold one, else 0."""
     if answer is None:
         raise ValueError("the row has no answer; give reward_funcs, or name its column")
     final_answer = last_answer(bounded(text))

@@ -38,8 +38,8 @@ def is_model(id: str) -> bool:
 class RewardModel:
     """A reward function that is a model; ValueError when it cannot be loaded."""
 
-    file: str | None = None  # a model has no code
-    columns: frozenset[str] | None = frozenset()  # it takes no columns
+    file: str | None = None
+    columns: frozenset[str] | None = frozenset()
     takes: tuple[str, ...] = ()
     is_of_several = True
 
@@ -103,7 +103,6 @@ class RewardModel:
 
 
 def _model_folder(id: str) -> Path:
-    """Return the folder of a reward model, downloaded if it is a hub id."""
     folder = Path(id).expanduser()
     if folder.is_dir():
         return folder
@@ -115,7 +114,7 @@ def _model_folder(id: str) -> Path:
             path = snapshot_download(id, allow_patterns=FILES, local_files_only=True)
         except LocalEntryNotFoundError:
             path = snapshot_download(id, allow_patterns=FILES)
-    except Exception as error:  # the hub raises many kinds of errors
+    except Exception as error:
         first_line = printable((str(error).splitlines() or [""])[0])
         raise ValueError(
             f"reward_funcs: {id!r} is no folder, and the hub could not deliver it "
@@ -125,7 +124,6 @@ def _model_folder(id: str) -> Path:
 
 
 def _check_model(id: str, folder: Path) -> None:
-    """Raise ValueError for a folder that is no reward model, or has code of its own."""
     try:
         config = json.loads((folder / "config.json").read_text())
     except FileNotFoundError:

@@ -4,7 +4,7 @@
     read("rows.jsonl")
     read({"path": "openai/gsm8k", "subset": "main", "split": "test", "streaming": True})
 
-No loading script is run.
+Loading scripts are not run.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ TEST_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
 
 @dataclass(frozen=True)
 class DataSource:
-    """A split of a data set; a file is one split under any name."""
+    """A split of a data set. A file is one split."""
 
-    path: str  # a file, a pattern of files, a folder or a hub id
+    path: str
     split: str = "train"
-    subset: str | None = None  # a configuration of the hub's data set, such as "main"
-    revision: str | None = None  # of the hub's data set: a branch, tag or commit
-    streaming: bool = False  # streamed rows, without a copy on disk
-    rows: int | None = None  # only the first rows; None: all
+    subset: str | None = None  # of the hub's data set, such as "main"
+    revision: str | None = None
+    streaming: bool = False  # without a copy on disk
+    rows: int | None = None  # None: all
 
     def __post_init__(self) -> None:
         if self.rows is not None and self.rows < 1:
@@ -41,8 +41,8 @@ class DataSource:
 
 
 def read(spec: str | Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Return a split's rows. spec: a path, or the fields of a `DataSource`; other keys are ignored.
-    ValueError names the invalid file and row, or the unreadable data set."""
+    """Return a split's rows. spec: a path, or the fields of a `DataSource`. ValueError for
+    unreadable data."""
     keys = [field.name for field in fields(DataSource)]
     settings: Mapping[str, Any] = {"path": spec} if isinstance(spec, str) else spec
     source = DataSource(**{key: settings[key] for key in keys if settings.get(key) is not None})
@@ -137,7 +137,6 @@ def _select_split(parts: Mapping[str, Any], source: DataSource) -> Any:
 
 @contextmanager
 def _datasets_package(where: str) -> Iterator[Any]:
-    """Yield the package `datasets`, and turn its errors into one line."""
     try:
         import datasets
     except ImportError as error:

@@ -4,9 +4,7 @@ are compared outside.
     verdict = run_cases(source, [Case("3 4\n", "7\n")])
     verdict = run_cases(source, [Case([3, 4], 7, fn_name="add")])
 
-`isolation` verifies the isolation and refuses to run without; `jail` creates the namespaces; `inside`
-is the first process in them, which runs the program once a case; `run` is the other end of its
-pipes. `jail` and `inside` import the standard library alone.
+`isolation` checks the isolation, `jail` creates it, `inside` runs in it, and `run` outside.
 """
 
 from __future__ import annotations

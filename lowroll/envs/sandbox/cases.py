@@ -1,7 +1,6 @@
 """Hidden tests, resource limits of a program, and the comparison of outputs (docs/code.md).
 
 `11` is not `0011`, but words with a decimal point or exponent compare by value, as in TACO's judge.
-Function results are JSON data.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from typing import Any, Literal
 
 Status = Literal["passed", "wrong", "timeout", "crash", "output", "compile"]
 TOLERANCE = 1e-9
-MAX_NUMBER = 400  # characters of a number
-# with a point, an exponent or both
+MAX_NUMBER = 400  # characters
 NUMBER = re.compile(
     r"[+-]?(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,9})?|[0-9]+[eE][+-]?[0-9]{1,9})"
 )
@@ -34,17 +32,17 @@ class Case:
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """Resource limits of a program. `seconds`, `memory_mb` (address space) and `files` are per
+    """Resource limits of a program (docs/code.md). `seconds`, `memory_mb` and `files` are per
     process, the others for all together."""
 
-    seconds: float = 4.0  # CPU time per case and process
-    wall_seconds: float = 6.0  # per case
-    total_seconds: float = 8.0  # for all cases; later ones are timeouts
+    seconds: float = 4.0
+    wall_seconds: float = 6.0
+    total_seconds: float = 8.0
     memory_mb: int = 512
-    processes: int = 8  # processes and threads, with the program itself
-    files: int = 64  # open at once
-    output_kb: int = 4096  # per case, with standard error
-    disk_mb: int = 64  # size of /tmp, which is in memory
+    processes: int = 8
+    files: int = 64
+    output_kb: int = 4096
+    disk_mb: int = 64  # of /tmp, which is in memory
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -55,8 +53,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class Result:
-    """A case's result. `seconds`: wall-clock time. `message`: the end of standard error, or the
-    fault."""
+    """A case's result. `message`: the end of standard error, or the fault."""
 
     status: Status
     seconds: float = 0.0
@@ -72,7 +69,6 @@ class CaseResults:
 
     @property
     def share(self) -> float:
-        """The share of passed cases."""
         return self.count("passed") / len(self.results)
 
     @property
@@ -81,8 +77,7 @@ class CaseResults:
 
 
 def is_right(case: Case, output: str, value: Any = None) -> bool:
-    """Return whether a program's output, or a function's result as JSON data, is the expected
-    one."""
+    """Return whether a program's output, or a function's result, is the expected one."""
     if case.fn_name is None:
         return same_text(as_text(case.output), output)
     return same_value(case.output, value)
@@ -133,7 +128,6 @@ def same_value(expected: Any, value: Any) -> bool:
 
 
 def _is_close(expected: float, value: float) -> bool:
-    """Return whether two numbers, not both integers, are equal within the tolerance."""
     if isinstance(expected, int) and isinstance(value, int):
         return False
     try:

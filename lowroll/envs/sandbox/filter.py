@@ -1,9 +1,8 @@
 """A seccomp filter of the system calls denied in the sandbox, with EPERM.
 
-It is a deny list: programs need most other calls, and namespaces contain them. Denied are: access
-to other processes, namespaces and mounts, kernel modules, keys, clocks, BPF and io_uring, memory
-that no process limit counts (memfd, System V), sockets other than local ones (a virtual machine's
-`vsock` ignores network namespaces), and limits of other processes.
+It is a deny list: programs need most other calls, and namespaces contain them. It also denies
+memory that no process limit counts (memfd, System V), sockets other than local ones (a virtual
+machine's `vsock` ignores network namespaces), and limits of other processes.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ import struct
 ALLOW, KILL, ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 EPERM, ENOSYS = 1, 38
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_SET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
+NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # in struct seccomp_data
 X32 = 0x40000000  # numbers of x86-64's other calling convention
-NEW_NAMESPACES = 0x7E020080  # CLONE_NEW*
+NEW_NAMESPACES = 0x7E020080
 AF_UNIX = 1
 
 # the same number on both: io_uring, mounts by descriptor, pidfd_getfd, memfd_secret
@@ -58,11 +57,8 @@ MACHINES = {"x86_64": (0xC000003E, X86_64), "aarch64": (0xC00000B7, AARCH64)}
 
 
 def program() -> bytes | None:
-    """Return the filter, an array of `struct sock_filter`; None for an unknown architecture.
-
-    It first refuses other calling conventions, whose numbers mean other calls. A jump's `yes` and
-    `no` are the lines that it skips.
-    """
+    """Return the filter, an array of `struct sock_filter`; None for an unknown architecture. It
+    refuses other calling conventions, whose numbers mean other calls."""
     if platform.machine() not in MACHINES:
         return None
     architecture, calls = MACHINES[platform.machine()]
@@ -89,8 +85,6 @@ def _line(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
 
 
 def _argument_test(number: int, argument: int, test: int, value: int, allowed: bool) -> list[bytes]:
-    """Return instructions that allow the call `number` only if the test of an argument holds, or
-    (`allowed` False) only if it does not."""
     outcomes = [ALLOW, ERROR | EPERM] if allowed else [ERROR | EPERM, ALLOW]
     return [
         _line(JUMP_EQUAL, number, 0, 4),

@@ -8,7 +8,7 @@
 No expected output is in the sandbox, so no verdict can be read or forged. The program runs in a
 child without these pipes and cannot lift its limits or filter. As process 1 of its namespace, this
 process cannot be signalled or traced from inside, and kills everything else after a case. It first
-checks its namespaces (`missing_walls`): outside, that kill would end all of the user's processes.
+checks its namespaces (`missing_walls`), as outside that kill would end all of the user's processes.
 Only the standard library is imported.
 """
 
@@ -34,11 +34,11 @@ from importlib import import_module
 from typing import Any
 
 PROGRAM = "/tmp/program.py"
-RESULT = 3  # the descriptor of a function's result
-COMPILE = 65  # exit status of a program that does not compile
+RESULT = 3  # descriptor of a function's result
+COMPILE = 65
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38
 FILTER_MODE = 2
-LAST_WORDS = 300  # kept bytes of standard error
+LAST_WORDS = 300  # bytes of standard error
 STACK_MB = 64
 IMPORTS = re.compile(r"^[ \t]*(?:import|from)[ \t]+([\w, \t]+)", re.MULTILINE)
 # imported before the first case if the program uses them, to share them with the forks
@@ -46,7 +46,6 @@ KNOWN = frozenset(
     "bisect collections copy dataclasses datetime decimal fractions functools heapq io itertools "
     "json math operator queue random re statistics string typing".split()
 )
-# absent in a sandbox
 HOST_FILES = (
     "/proc/self",
     "/sys/kernel",
@@ -88,7 +87,7 @@ def missing_walls() -> list[str]:
 
 
 def _is_alone() -> bool:
-    """Return whether no other process can be signalled (signal 0 tests only)."""
+    """Return whether no other process can be signalled. Signal 0 only tests."""
     try:
         os.kill(-1, 0)
     except ProcessLookupError:
@@ -97,7 +96,6 @@ def _is_alone() -> bool:
 
 
 def _has_network() -> bool:
-    """Return whether packets could leave by any interface, also loopback."""
     if any(name != "lo" for _, name in socket.if_nameindex()):
         return True
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -130,7 +128,6 @@ def be_the_program(request: dict[str, Any], case: dict[str, Any], pipes: tuple[i
 
 
 def _connect_pipes(pipes: tuple[int, ...], is_function: bool) -> None:
-    """Connect descriptors 0, 1 and 2; for a function also `RESULT`, with 1 on the null device."""
     stdin, output, stderr = pipes
     os.dup2(stdin, 0)
     os.dup2(os.open(os.devnull, os.O_WRONLY) if is_function else output, 1)
@@ -141,8 +138,7 @@ def _connect_pipes(pipes: tuple[int, ...], is_function: bool) -> None:
 
 
 def _set_limits(limits: dict[str, float], lines: bytes) -> None:
-    """Limit this process for good: resources, session, folder, and system calls by the seccomp
-    filter `lines` (instructions of 8 bytes)."""
+    """Limit this process for good. `lines` are the seccomp filter's."""
     seconds, memory = math.ceil(limits["seconds"]), int(limits["memory_mb"]) << 20
     disk = int(limits["disk_mb"]) << 20
     for kind, soft, hard in (
@@ -156,7 +152,7 @@ def _set_limits(limits: dict[str, float], lines: bytes) -> None:
         (resource.RLIMIT_MEMLOCK, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
     ):
-        hard_now = resource.getrlimit(kind)[1]  # which cannot be raised
+        hard_now = resource.getrlimit(kind)[1]
         most = sys.maxsize if hard_now == resource.RLIM_INFINITY else hard_now
         resource.setrlimit(kind, (min(int(soft), most), min(int(hard), most)))
     os.setsid()
@@ -188,7 +184,6 @@ def _exit_status(code: Any) -> int:
 
 
 def _end(code: int) -> None:
-    """End the process like an interpreter: join threads, run exit functions, flush streams."""
     try:
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:
@@ -207,7 +202,7 @@ def _end(code: int) -> None:
 
 
 class CaseWatch:
-    """A running case: collects output until its end or a limit."""
+    """A running case and its output."""
 
     def __init__(self, pid: int, output: int, words: int, limits: dict[str, float]) -> None:
         self.pid, self.output, self.words = pid, output, words
@@ -245,7 +240,6 @@ class CaseWatch:
         }
 
     def _read(self, pipe: int) -> bool:
-        """Read one pipe; return False for nothing, its end, or too much output."""
         try:
             data = os.read(pipe, 1 << 16)
         except BlockingIOError:
@@ -266,7 +260,7 @@ class CaseWatch:
 
 def end_all(pid: int) -> tuple[int, float]:
     """Kill and reap every other process; return status and CPU seconds of `pid`. RuntimeError
-    outside of a namespace, where that would end all of the user's processes."""
+    outside of a namespace."""
     if os.getpid() != 1:
         raise RuntimeError("only process 1 of a namespace may kill all others in it")
     result = (0, 0.0)
@@ -278,14 +272,13 @@ def end_all(pid: int) -> tuple[int, float]:
         try:
             ended_pid, status, usage = os.wait4(-1, 0)
         except ChildProcessError:
-            return result  # none is left
+            return result
         if ended_pid == pid:
             result = (status, usage.ru_utime + usage.ru_stime)
 
 
 def run_case(request: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
-    """Run a case in a child process and return its reply. A function's arguments are passed by the
-    fork, a program's input by a file in memory."""
+    """Run a case in a child process and return its reply."""
     stdin = os.memfd_create("stdin")
     if case["fn_name"] is None:
         with os.fdopen(os.dup(stdin), "wb") as file:
@@ -295,7 +288,7 @@ def run_case(request: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     stderr, stderr_end = os.pipe()
     pid = os.fork()
     if pid == 0:
-        be_the_program(request, case, (stdin, output_end, stderr_end))  # does not return
+        be_the_program(request, case, (stdin, output_end, stderr_end))
     for end in (stdin, output_end, stderr_end):
         os.close(end)
     for pipe in (output, stderr):

@@ -1,7 +1,7 @@
-"""The isolation of programs on this machine.
+"""The isolation of programs on this machine, which is verified once a process.
 
-`jail` makes the namespaces; no isolation program from PATH is trusted. It is verified once a
-process: `inside` refuses programs unless isolated, and a test program reports what it sees.
+`inside` refuses programs unless isolated, and a test program reports what it sees. No isolation
+program from PATH is trusted.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ NAMES = (
     "ipc",
     "uts",
     "cgroup",
-)  # links of namespaces in /proc/self/ns
+)
 DEFAULT = SandboxLimits()
-USER = 1000  # user id of the program inside the sandbox
+USER = 1000  # of the program, inside the sandbox
 
 
 class SandboxMissing(ValueError):
-    """No isolation works on this machine. The message has the fix."""
+    """A machine on which no isolation works. The message has the fix."""
 
 
 def python() -> str:
@@ -49,8 +49,8 @@ def python() -> str:
 def _layout() -> dict[str, Any]:
     """Return what a program sees.
 
-    `binds`: paths bound from the machine. `links`: (path, target) of library folders that are links.
-    `masks`: folders of packages inside the binds, which become empty.
+    `binds`: paths of the machine. `links`: (path, target) of library folders that are links.
+    `masks`: folders inside the binds, which become empty.
     """
     library = sysconfig.get_paths()["stdlib"]
     binds = [python(), str(INSIDE)]
@@ -101,7 +101,7 @@ def run_cases(
     limits: SandboxLimits = DEFAULT,
     stop_at_failure: bool = False,
 ) -> CaseResults:
-    """Run a program on its cases like `run_in`, with the working isolation."""
+    """Run a program like `run_in`, with the working isolation."""
     return run_in(found(), source, cases, limits, stop_at_failure)
 
 
@@ -113,8 +113,6 @@ print(os.path.exists(input()), os.getppid(), os.getuid(), os.path.exists("/proc"
 
 
 def _try(walls: Isolation) -> str | None:
-    """Explain why this does not isolate; None when a program ran and saw nothing of this
-    machine."""
     limits = SandboxLimits(total_seconds=30.0, wall_seconds=30.0)
     with tempfile.NamedTemporaryFile(prefix="lowroll-") as host_file:
         case = Case(host_file.name, f"False 1 {USER} False")

@@ -2,11 +2,10 @@
 
     python jail.py '{"binds", "links", "masks", "namespaces", "disk_mb", "inside"}'
 
-A child enters new user, mount, pid, network, ipc, uts and cgroup namespaces; this process stays
-outside and writes their user maps. Started by root, the program is user 65534 outside, as limits do
-not hold for root. The child's child, process 1 there, makes a root of read-only bound folders and a
-/tmp, drops every capability, and becomes `inside`. It refuses the machine's own `namespaces`. Each
-process dies with its parent. Standard library only.
+A child enters new namespaces; this process stays outside and writes their user maps. Started by
+root, the program is user 65534 outside, as limits do not hold for root. The child's child, process
+1 there, makes a root of read-only bound folders and a /tmp, drops every capability, and becomes
+`inside`. Each process dies with its parent. Standard library only.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 PR_SET_PDEATHSIG, PR_CAPBSET_DROP = 1, 24
 CAPABILITIES_VERSION = 0x20080522
-OUTSIDE, INSIDE = 65534, 1000  # user id of the program outside and inside
+OUTSIDE, INSIDE = 65534, 1000
 DEVICES = ("null", "zero", "full", "random", "urandom")
 ROOT_KB = 256
 libc = ctypes.CDLL(None, use_errno=True)
@@ -129,7 +128,7 @@ def give_up_power(was_root: bool) -> None:
     """Switch to the program's user and drop all capabilities for good."""
     for capability in range(64):
         if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:
-            break  # the kernel has no more capabilities
+            break
     if was_root:
         os.setgroups([])
         os.setresgid(INSIDE, INSIDE, INSIDE)
@@ -144,8 +143,8 @@ def give_up_power(was_root: bool) -> None:
 def main() -> int:
     """Start the child in new namespaces, write its user maps, and return its exit status.
 
-    The child sends a byte when it has entered its user namespace, whose maps only a process outside
-    may write, and goes on when a byte comes back.
+    Only a process outside may write the maps: the child sends a byte when it has entered its user
+    namespace, and waits for one.
     """
     plan = json.loads(sys.argv[1])
     user, group = os.geteuid(), os.getegid()
@@ -156,7 +155,7 @@ def main() -> int:
     pid = os.fork()
     if pid == 0:
         own_socket.close()
-        _leave(child_socket, plan, was_root=user == 0)  # does not return
+        _leave(child_socket, plan, was_root=user == 0)
     child_socket.close()
     own_socket.settimeout(10.0)
     if own_socket.recv(1):
@@ -166,8 +165,7 @@ def main() -> int:
 
 
 def _leave(outside: socket.socket, plan: dict[str, Any], was_root: bool) -> None:
-    """Enter new namespaces, and start process 1 in them. Never returns: this process ends with the
-    status of process 1, which becomes `inside`."""
+    """Enter new namespaces, start process 1 in them, and exit with its status."""
     die_with_parent()
     must(libc.unshare(NAMESPACES), "unshare")
     outside.send(b"!")

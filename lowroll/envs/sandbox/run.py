@@ -1,5 +1,4 @@
-"""Running a program on hidden tests: the outer end of the sandbox's pipes, with the expected
-outputs.
+"""The outer end of the sandbox's pipes, with the expected outputs.
 
 A program at fault fails its cases. SandboxError means that the sandbox did not start or ended.
 """
@@ -26,14 +25,14 @@ ENV = {
     "PYTHONHASHSEED": "0",
     "PYTHONUTF8": "1",
 }
-START_LIMIT = 20.0  # seconds for the sandbox to start
+START_LIMIT = 20.0
 SLACK = 5.0  # seconds for the sandbox's own work
-MAX_SAID = 500  # characters of the sandbox's own errors
+MAX_SAID = 500  # characters
 
 
 @dataclass(frozen=True)
 class Isolation:
-    """A kind of isolation: its name, and the command that starts `inside` in it."""
+    """A kind of isolation, with the command that starts `inside` in it."""
 
     name: str
     command: Callable[[int], list[str]]  # by the size of /tmp in MB
@@ -98,8 +97,6 @@ def _judged(case: Case, reply: dict[str, Any]) -> Result:
 
 
 class _Sandbox:
-    """A sandbox for one program."""
-
     def __init__(self, here: Isolation, limits: SandboxLimits) -> None:
         self.limits, self.name = limits, here.name
         try:
@@ -122,7 +119,6 @@ class _Sandbox:
         self.deadline = time.monotonic() + START_LIMIT
 
     def ask(self, source: str, cases: Sequence[Case]) -> None:
-        """Wait until the sandbox is ready, and send it program, inputs and limits only."""
         if next(self.lines, None) != {"ready": True}:
             raise SandboxError(f"{self.name}: {self._how_it_ended()}")
         lines = filter.program()
@@ -147,7 +143,6 @@ class _Sandbox:
         self.end = time.monotonic() + self.limits.total_seconds
 
     def reply(self) -> dict[str, Any] | None:
-        """Return the next case's reply; None after the program's time."""
         self.deadline = min(time.monotonic() + self.limits.wall_seconds + SLACK, self.end)
         reply = next(self.lines, None)
         if reply is None and time.monotonic() < self.end:
@@ -155,14 +150,12 @@ class _Sandbox:
         return reply
 
     def close(self) -> None:
-        """Kill the sandbox with all its processes."""
         self.process.kill()
         self.process.wait(START_LIMIT)
         for pipe in (self.input, self.output, self.errors):
             pipe.close()
 
     def _lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the sandbox's replies until its end or the deadline."""
         data = bytearray()
         while select.select([self.output], [], [], self._seconds())[0]:
             piece = os.read(self.output.fileno(), 1 << 16)

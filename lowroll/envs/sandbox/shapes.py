@@ -1,12 +1,4 @@
-"""Hidden tests in the shapes that data sets have, and the program in a response.
-
-TACO, APPS       input_output: {"inputs": [...], "outputs": [...], "fn_name": "add"}, or its JSON text
-LiveCodeBench    public_test_cases (and private ones, where they are read already): a list of
-                 {"input", "output", "testtype": "stdin" or "functional"}, or its JSON text;
-                 metadata.func_name
-open-r1          verification_info: {"test_cases": [{"input", "output", "type", "fn_name"}]}
-plain            tests: a list of {"input", "output", "fn_name"}
-"""
+"""Hidden tests in the shapes that data sets have (docs/code.md), and the program in a response."""
 
 from __future__ import annotations
 
@@ -42,7 +34,7 @@ def last_block(text: str) -> str | None:
 
 
 def cases_of(row: dict[str, Any], where: str) -> list[Case]:
-    """Return a row's hidden tests from all fields. ValueError names the place and the fault."""
+    """Return a row's hidden tests. ValueError names the place and the fault."""
     cases: list[Case] = []
     for field in (*FIELDS, "private_test_cases"):
         if row.get(field) is not None:
@@ -70,7 +62,6 @@ def _parse_cases(value: Any, fn_name: str | None, where: str) -> list[Case]:
 
 
 def _cases_of_lists(value: dict[str, Any], where: str) -> list[Case]:
-    """Return tests of a list of inputs and one of outputs (TACO, APPS)."""
     inputs, outputs, fn_name = value["inputs"], value["outputs"], value.get("fn_name")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise ValueError(f"{where}: 'inputs' and 'outputs' must be lists of one length")
@@ -108,7 +99,6 @@ def _require_list(value: Any, where: str) -> list[Any]:
 
 
 def _unwrap_result(output: Any) -> Any:
-    """Unwrap a result from a list of one, as in both data sets."""
     return output[0] if isinstance(output, list) and len(output) == 1 else output
 
 

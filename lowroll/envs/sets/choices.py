@@ -25,10 +25,9 @@ CHOICE = re.compile(
 
 
 class Choices(HeldOut):
-    """Multiple choice: reward 1 when the last `Answer: X` is right, else 0."""
+    """A set of multiple choice."""
 
     def convert(self, row: dict[str, Any], where: str) -> HeldOutTask | None:
-        """Return the question with its options; None without a right one."""
         question = text_of(row, self.row, "question", where)
         options, gold = (
             _shuffled_options(self, row, where)
@@ -65,14 +64,12 @@ class Choices(HeldOut):
 
 
 def choice(text: str, options: int) -> str | None:
-    """Return the letter of the last `Answer: X`; None without a valid one."""
+    """Return the letter of the last `Answer: X`, if it is valid."""
     letters = CHOICE.findall(bounded(text))
     return letters[-1] if letters and letters[-1] in LETTERS[:options] else None
 
 
 def _listed_options(env: Choices, row: dict[str, Any], where: str) -> tuple[list[str], int | None]:
-    """Return the options of a row's list, and the right one's position; None without an answer.
-    Options of ABSENT are left out, unless right."""
     key = column(row, env.row, "options", where)
     options, labels = row[key], list(LETTERS)
     if isinstance(options, dict):  # ARC: {"text": [...], "label": [...]}
@@ -98,7 +95,6 @@ def _listed_options(env: Choices, row: dict[str, Any], where: str) -> tuple[list
 def _shuffled_options(
     env: Choices, row: dict[str, Any], where: str
 ) -> tuple[list[str], int | None]:
-    """Return the options shuffled by the question's text, and the right one's position."""
     correct = text_of(row, env.row, "correct", where)
     wrong_options = [str(row[key]).strip() for key in env.row.columns["wrong"] if row.get(key)]
     if not wrong_options:

@@ -22,7 +22,7 @@ class HeldOutTask:
 
     text: str
     info: dict[str, Any] = field(default_factory=dict)
-    solution: str = ""  # "" where there is none
+    solution: str = ""
 
 
 class HeldOut(Environment):
@@ -62,7 +62,6 @@ class HeldOut(Environment):
         return read(self.row, self.test_path, self.split, self.subset)
 
     def size(self, split: str = "train") -> int:
-        """Return the number of usable test rows; 0 for other splits."""
         count = len(self.tasks)  # read now, so that bad data is an error for any split
         return count if split == "test" else 0
 

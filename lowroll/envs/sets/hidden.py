@@ -20,8 +20,8 @@ _SKIPPED = {_PROTO: 1, _FRAME: 8, _MEMOIZE: 0, 0x71: 1, 0x72: 4}  # opcode: byte
 
 
 def cases(column: str) -> list[dict[str, Any]]:
-    """Return the test cases of a column, each with `input`, `output` and `testtype`. ValueError for
-    anything else."""
+    """Return the test cases of a column: `input`, `output` and `testtype`. ValueError for anything
+    else."""
     if len(column) > MAX_ENCODED:
         raise ValueError(f"{len(column)} characters of test cases, more than {MAX_ENCODED}")
     content = column.strip() or "[]"
@@ -36,11 +36,7 @@ def cases(column: str) -> list[dict[str, Any]]:
 
 
 def pickled_text(data: bytes) -> str:
-    """Return the text of a pickle of protocol 2 to 5; ValueError for one that holds more.
-
-    A pickle is a sequence of opcodes of one byte, each followed by its argument; a text's argument
-    is its size in bytes, little-endian, and the bytes.
-    """
+    """Return the text of a pickle of protocol 2 to 5; ValueError for one that holds more."""
     offset, text = 0, None
     while offset < len(data):
         opcode = data[offset]
@@ -62,7 +58,6 @@ def pickled_text(data: bytes) -> str:
 
 
 def _decompress(column: str) -> bytes:
-    """Decode base64 of zlib. ValueError for anything else, or too much."""
     try:
         compressed = base64.b64decode(column, validate=True)
         unpacker = zlib.decompressobj()

@@ -14,7 +14,7 @@ from lowroll.types import Prompt
 
 
 class Boxed(FinalAnswer, HeldOut):
-    r"""The last `\boxed{}` of a response is its answer."""
+    r"""A set where the last `\boxed{}` of a response is its answer."""
 
     def convert(self, row: dict[str, Any], where: str) -> HeldOutTask | None:
         question = text_of(row, self.row, "question", where)

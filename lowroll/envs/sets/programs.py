@@ -20,8 +20,8 @@ from lowroll.types import Prompt, Score
 if TYPE_CHECKING:
     from lowroll.envs.sandbox import Case
 
-CPU_SECONDS = 6.0  # of one case, as in its own runner
-TOTAL_SECONDS = 100.0  # of a program on all cases, within `score.time_limit`
+CPU_SECONDS = 6.0  # CPU time of one case
+TOTAL_SECONDS = 100.0
 PLACE = " place"  # key of a row for its byte offset in the file
 STDIN = (
     "Write a Python program that solves the problem. It reads the input from standard input and "
@@ -56,7 +56,6 @@ class Programs(HeldOut):
                     offset += len(line)
 
     def convert(self, row: dict[str, Any], where: str) -> HeldOutTask | None:
-        """Return the problem with instructions, without its cases."""
         question = text_of(row, self.row, "question", where)
         starter = row.get(column(row, self.row, "starter", where)) or ""
         column(row, self.row, "private", where)
@@ -64,7 +63,6 @@ class Programs(HeldOut):
         return HeldOutTask(f"{question}\n\n{instructions}", {"place": row[PLACE]})
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """Return 1 or 0, and the share of passed cases (`passed`)."""
         from lowroll.envs.sandbox import SandboxLimits, last_block, run_cases
 
         source = last_block(bounded(text))
@@ -77,16 +75,12 @@ class Programs(HeldOut):
         return Score(float(verdict.all_passed), {"has_answer": 1.0, "passed": verdict.share})
 
     def gold(self, prompt: Prompt) -> str:
-        """Raise NotImplementedError: the set has no solutions."""
         raise NotImplementedError
 
     def perturbed(self, prompt: Prompt) -> str:
-        """Raise NotImplementedError."""
         raise NotImplementedError
 
     def _cases(self, prompt: Prompt) -> list[Case]:
-        """Read a prompt's public and private cases from the row at its place in the file. ValueError
-        names the place."""
         path, offset = prompt.info["place"]
         where = f"{path}, the row at byte {offset}"
         with open(path, "rb") as file:
@@ -107,7 +101,6 @@ class Programs(HeldOut):
 
 
 def _case(test_case: dict[str, Any], function_name: str | None) -> Case:
-    """Return a case of standard input, or of a function, whose arguments are JSON, one a line."""
     from lowroll.envs.sandbox import Case
 
     if test_case["testtype"] == "stdin":

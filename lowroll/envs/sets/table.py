@@ -77,7 +77,7 @@ class EvalSet:
     licence: str
     subset: str | None = None
     columns: Columns = field(default_factory=lambda: _WORDED)
-    shuffled: bool = False  # the options, the right one first, are shuffled
+    shuffled: bool = False  # the right option is the row's first one
     checked: str = "id and columns as others name them; not fetched"
 
     @property
@@ -239,7 +239,7 @@ SUITES = {
 
 
 def chosen(words: str) -> list[EvalSet]:
-    """Return the sets of `math7`, `gsm8k,aime24` and the like, without duplicates, in order."""
+    """Return the sets of `math7`, `gsm8k,aime24` and the like, without duplicates."""
     requested = [word.strip() for word in words.split(",")]
     names = dict.fromkeys(name for word in requested for name in SUITES.get(word, (word,)))
     return [named(name) for name in names]

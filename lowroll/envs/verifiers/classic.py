@@ -77,7 +77,7 @@ class _Script(Client):
     def __init__(self, turns: list[Message], ends: bool) -> None:
         super().__init__(None)
         self.turns, self.ends = iter(turns), ends
-        self.told: list[Message] = []  # all messages up to the last replayed turn
+        self.told: list[Message] = []
 
     async def get_response(self, prompt: Any, *_: Any, **__: Any) -> Any:
         """Return the next turn; after the last, raise TurnPending with the messages that followed
@@ -117,8 +117,6 @@ class _Script(Client):
 
 
 def _all_calls(said: Message) -> list[dict[str, str]]:
-    """Return a turn's calls; an unreadable one has invalid JSON arguments, which a ToolEnv
-    answers."""
     unreadable_calls = [
         {"id": "malformed", "name": "malformed", "arguments": reason}
         for reason in said.get("ill_formed", ())
@@ -128,7 +126,6 @@ def _all_calls(said: Message) -> list[dict[str, str]]:
 
 @contextmanager
 def _logged_failures() -> Iterator[list[str]]:
-    """Collect the errors that rubrics log about failed reward functions."""
     messages: list[str] = []
     handler = logging.Handler(logging.ERROR)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]

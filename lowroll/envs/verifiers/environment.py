@@ -15,15 +15,14 @@ from lowroll.envs.user_errors import describe
 from lowroll.envs.verifiers.source import VerifiersSource, refuse_missing
 from lowroll.types import Message, Prompt, Score
 
-MOST_TURNS = 8  # turns in an environment without a bound
-MOST_TASKS = 1_000_000  # tasks of a finite data set
+MOST_TURNS = 8
+MOST_TASKS = 1_000_000
 
 
 class Verifiers(Environment):
     """The installed environment `env_id`; further arguments are its own, with `env_args` for names
-    that lowroll uses (`max_turns`, `seed`). `max_turns`: null for the environment's bound, or 8.
-    `eval_args`: other arguments of the test split; without them or a test set, a quarter of the
-    tasks is held out."""
+    that lowroll uses. `max_turns`: null for the environment's bound, or 8. `eval_args`: other
+    arguments of the test split; without them or a test set, a quarter of the tasks is held out."""
 
     def __init__(
         self,
@@ -53,7 +52,7 @@ class Verifiers(Environment):
             return load(env_id, args)
         except ImportError as error:
             raise ValueError(f"env {self.name!r}: {refuse_missing(env_id, error)}") from error
-        except Exception as error:  # the environment's own code
+        except Exception as error:
             raise ValueError(f"env {self.name!r}: verifiers: {describe(error)}") from error
 
     @property
@@ -64,7 +63,6 @@ class Verifiers(Environment):
         return None if self._of(split).endless else self.tasks(split).size()
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Return a task; each training epoch has a fresh order."""
         self.check_task(index, split)
         task_index, size = index, self.size(split)
         if size == 0:
@@ -82,12 +80,10 @@ class Verifiers(Environment):
         return Prompt(f"{split}/{index}", self.name, messages, info)
 
     async def respond(self, prompt: Prompt, messages: list[Message]) -> list[Message] | None:
-        """Return the loop's messages after the turns so far; None: it is done."""
         task, source = self._task(prompt)
         return await source.play(task, assistant_turns(prompt, messages))
 
     async def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Score:
-        """Return the environment's score of all turns, with counts of calls if it has tools."""
         task, source = self._task(prompt)
         score = await source.judge(task, assistant_turns(prompt, messages))
         return with_counts(score, messages) if source.has_tools else score
@@ -97,11 +93,9 @@ class Verifiers(Environment):
         return await self.score_conversation(prompt, [*prompt.messages, reply])
 
     def gold(self, prompt: Prompt) -> str:
-        """Raise NotImplementedError: verifiers stores no such response."""
         raise NotImplementedError("an environment of verifiers says no right response")
 
     def perturbed(self, prompt: Prompt) -> str:
-        """Raise NotImplementedError."""
         raise NotImplementedError("an environment of verifiers says no wrong response")
 
     def tasks(self, split: str) -> _Tasks:
@@ -118,7 +112,6 @@ class Verifiers(Environment):
         return self.eval_source if held_out else self.source  # type: ignore[return-value]
 
     def _task(self, prompt: Prompt) -> tuple[Any, VerifiersSource]:
-        """Return a prompt's task and source. ValueError when the task has changed."""
         split, task_index = prompt.info["task"]
         task, source = self.tasks(split)[task_index], self._of(split)
         if _digest(source.key(task)) != prompt.info["digest"]:

@@ -11,8 +11,8 @@ from lowroll.types import Message, Score
 
 
 class TurnPending(BaseException):
-    """The loop's request for a turn not drawn yet, with the messages before it. A BaseException, so
-    that no environment handles it."""
+    """The loop's request for a new turn, with the messages before it. A BaseException, so that no
+    environment handles it."""
 
     def __init__(self, messages: list[Message]) -> None:
         super().__init__("a turn that is not drawn yet")
@@ -24,7 +24,7 @@ class VerifiersSource(ABC):
 
     max_turns: int
     has_tools: bool
-    endless: bool  # its tasks have no end
+    endless: bool
 
     @abstractmethod
     def tools(self) -> tuple[dict[str, Any], ...]:
@@ -39,8 +39,7 @@ class VerifiersSource(ABC):
         """Return a text that identifies a task in every process."""
 
     async def play(self, task: Any, turns: list[Message]) -> list[Message] | None:
-        """Return the environment's messages after these turns (without turns: the prompt); None
-        when done."""
+        """Return the environment's messages after these turns; None when done."""
         try:
             await self._run(task, turns, scored=False)
         except TurnPending as asked:
@@ -49,8 +48,8 @@ class VerifiersSource(ABC):
 
     @abstractmethod
     async def _run(self, task: Any, turns: list[Message], scored: bool) -> Any:
-        """Run verifiers' loop with these turns and return its record. After them TurnPending asks
-        for the next, or the loop ends (`scored`)."""
+        """Run verifiers' loop with these turns and return its record. `scored`: the loop ends after
+        them, instead of TurnPending."""
 
     @abstractmethod
     async def judge(self, task: Any, turns: list[Message]) -> Score:
@@ -109,7 +108,7 @@ def plain(message: Any) -> Message:
 def _parse_arguments(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:  # an unreadable call
+    except ValueError:
         return text
 
 

@@ -68,7 +68,6 @@ class Tasksets(VerifiersSource):
         return self.box.schemas if self.box is not None else ()
 
     def tasks(self, split: str) -> tuple[Iterator[Any], bool]:
-        """Return all tasks: a taskset has no splits."""
         return iter(self.env.taskset), False
 
     def key(self, task: Any) -> str:
@@ -112,13 +111,13 @@ def _resolve_config(env_id: str, args: dict[str, Any]) -> Any:
     except ValueError as error:
         if not hasattr(error, "errors"):
             raise
-        first_error = error.errors()[0]  # of pydantic's ValidationError
+        first_error = error.errors()[0]
         path = ".".join(map(str, first_error["loc"])).removeprefix("taskset.")
         raise ValueError(f"{env_id}: {path}: {first_error['msg']}") from error
 
 
 class _ScriptedAgent:
-    """A scripted agent. ends: the script's end ends the exchange, as a limit would."""
+    """A scripted agent. ends: the script's end ends the exchange."""
 
     def __init__(self, turns: list[Message], box: _Box | None, ends: bool) -> None:
         self.turns, self.box, self.ends = iter(turns), box, ends
@@ -143,8 +142,6 @@ class _ScriptedAgent:
 
 
 class _Talk:
-    """verifiers' Interaction over drawn turns."""
-
     def __init__(self, scripted: _ScriptedAgent, task: Any) -> None:
         self.scripted, self.task = scripted, task
         self.over = False
@@ -162,7 +159,7 @@ class _Talk:
         """Add a user's turn and the agent's replies as a segment.
 
         The first turn without a message is the task's prompt. The agent replies until a turn calls
-        no tool or a hook stops the conversation; `_ended` says what a script's end means.
+        no tool or a hook stops the conversation.
         """
         if not self.begun and message is None:
             message = self.task.data.prompt
@@ -186,8 +183,6 @@ class _Talk:
         return vf.Segment(messages=[node.message for node in self.trace.nodes[begin:]])
 
     def _ended(self, begin: int) -> Any:
-        """Raise TurnPending for the model's next turn, or end the exchange (`ends`) with a segment
-        of the messages since node `begin`."""
         nodes = self.trace.nodes
         if not self.scripted.ends:
             sampled_positions = [i for i, node in enumerate(nodes) if node.sampled]
@@ -205,13 +200,13 @@ class _Talk:
         return vf.Segment(messages=messages, terminated=not messages)
 
     async def _call(self, said: Message) -> None:
-        """Add the results of a turn's calls, then errors of unreadable ones. `failed` keeps the kind
-        of failure by the position of the result's node, the next one to be added."""
+        """Add the results of a turn's calls. `failed` keeps the kind of failure by the node of the
+        result."""
         for call in said.get("tool_calls", ()):
             name, text = call["function"]["name"], ""
             try:
                 text = await _call_tool(self.scripted.box, **call["function"])
-            except Exception as error:  # the model gets a tool's failure as the result
+            except Exception as error:
                 self.failed[len(self.trace.nodes)] = "call"
                 text = f"error: {error}"
             self._add(vf.ToolMessage(tool_call_id=call["id"], name=name, content=text))
@@ -221,7 +216,6 @@ class _Talk:
             self._add(vf.ToolMessage(tool_call_id=MALFORMED, content=text))
 
     async def _stops(self) -> bool:
-        """Return whether a @stop hook of the task ends the conversation."""
         hooks = self.task.hooks("stop")
         stop_flags = await invoke_all(
             hooks, {"task": self.task.data, "trace": self.trace, vf.Trace: self.trace}
@@ -313,7 +307,6 @@ def _parse_messages(given: Any) -> list[Any]:
 
 
 def _refuse_runtime(fn: Any) -> None:
-    """Raise ValueError for a reward that needs a runtime."""
     parameter = inspect.signature(fn).parameters.get("runtime")
     if parameter is not None and parameter.default is inspect.Parameter.empty:
         raise ValueError(f"the reward {fn.__name__} runs a program in a runtime of verifiers")

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 # names of files here, packages, and extras
 NAMES = ("wandb", "tensorboard", "trackio", "mlflow")
 TRACKED_FILE = "tracked.json"
-MOST_WAITING = 1000  # records queued for a slow tracker
-CLOSE_LIMIT = 30.0  # seconds for them at the end of a run
+MOST_WAITING = 1000
+CLOSE_LIMIT = 30.0  # seconds
 Metrics = Mapping[str, float]
 
 
@@ -63,12 +63,11 @@ class Tracked:
 
     @property
     def name(self) -> str:
-        """The run's display name."""
         return f"{self.folder.resolve().name}-{self.id}"
 
 
 def check(names: Sequence[str]) -> None:
-    """Raise ValueError, with the install command, for a tracker whose package is missing."""
+    """Raise ValueError, with the install command, for a missing package."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ValueError(
@@ -78,7 +77,7 @@ def check(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """The trackers of a run, closed at its end in any case."""
+    """The trackers of a run."""
 
     def __init__(self, names: Sequence[str], run: Tracked) -> None:
         if names:
@@ -94,7 +93,7 @@ class Trackers:
             thread.put((step, metrics))
 
     def close(self) -> None:
-        """Wait for unsent records; bounded, and safe to call twice."""
+        """Wait for unsent records; bounded and idempotent."""
         for thread in self._threads:
             thread.put(None)
         for thread in self._threads:
@@ -120,8 +119,6 @@ def run_id(path: Path, step: int) -> str:
 
 
 class _Thread:
-    """A tracker and its unsent records."""
-
     def __init__(self, name: str, run: Tracked) -> None:
         self.name = name
         self.waiting: queue.Queue[tuple[int, Metrics] | None] = queue.Queue(MOST_WAITING)
@@ -138,7 +135,7 @@ class _Thread:
         try:
             self.waiting.put_nowait(item)
         except queue.Full:
-            if item is None:  # the end has to arrive, in place of the oldest record
+            if item is None:  # the end replaces the oldest record
                 self.waiting.get_nowait()
                 self.waiting.put_nowait(None)
             if not self.behind:
@@ -146,7 +143,6 @@ class _Thread:
                 log.warning("track: %s is too slow: records are left out there", self.name)
 
     def end(self) -> None:
-        """Wait for it, bounded."""
         self.thread.join(CLOSE_LIMIT)
         if self.thread.is_alive():
             log.warning(
