@@ -77,9 +77,10 @@ class Environment(ABC):
     together = False  # `score_together` scores all responses to a prompt
     # a worker sets it, to learn what a slow scorer is doing
     tell: Callable[[str], object] = staticmethod(lambda doing: None)
-    max_turns = 1  # with 1 `respond` is never called
-    # of a conversation with its prompt; None: the run's limit
+    max_turns = 1  # turns of the assistant; with 1 `respond` is never called
+    # tokens of a whole conversation with its prompt; None: the run's limit
     max_sequence_tokens: int | None = None
+    # JSON schemas of callable functions, for the chat template
     tools: Sequence[dict[str, Any]] = ()
     curriculum: Curriculum | None = None  # its tasks have their level as `info["level"]`
 
@@ -123,7 +124,8 @@ class Environment(ABC):
 
     @abstractmethod
     def gold(self, prompt: Prompt) -> str:
-        """Return a response with a reward of 1, or raise NotImplementedError."""
+        """Return a response with a reward of 1, which is also the SFT demonstration, or raise
+        NotImplementedError."""
 
     @abstractmethod
     def perturbed(self, prompt: Prompt) -> str:
