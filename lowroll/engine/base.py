@@ -1,8 +1,7 @@
 """The interface of a rollout engine, in this process (`engine.native`) or on a server
 (`engine.remote`).
 
-Runs, evaluation and diagnosis know `Engine` and nothing behind it; it is also the orchestrator's
-smaller `orchestrator.interfaces.EngineClient`.
+It includes the orchestrator's smaller `orchestrator.interfaces.EngineClient`.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ if TYPE_CHECKING:
     from lowroll.weights.sync.update import WeightUpdate
 
 
-# The fate of samples in flight when the weights change or the cache goes. "keep": they go on with
-# their older tokens and keys. "replay": they begin again with the same noise and their tokens as
-# drafts (`engine.replay`), and become what the newest weights would have drawn
+# What happens to samples in flight when the weights change or the cache is freed. "keep": they
+# continue with their older tokens and keys. "replay": they begin again with the same noise and
+# their tokens as drafts (`engine.replay`), and become what the newest weights would have drawn.
 InFlight = Literal["keep", "replay"]
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    context_length: int  # longest prompt with its response, in tokens
-    updates: frozenset[Kind]  # kinds of weight update that it takes as a stream
+    context_length: int  # prompt and response, in tokens
+    updates: frozenset[Kind]  # kinds of streamed weight update that it takes
     updates_in_flight: bool  # takes new weights while requests run
     noise: bool  # an update may put noise on the norms
     scores: bool
-    exact_logprobs: bool  # log-probs are of the distribution after top-k, top-p, penalties
+    exact_logprobs: bool  # log-probs are after top-k, top-p and penalties
     sampler: frozenset[str]  # fields of `Request` that it respects
-    kv: CachePolicy = DENSE  # the keys that a sample's cache keeps
-    kv_dtype: str | None = None  # of stored keys and values; None: the model's own
+    kv: CachePolicy = DENSE
+    kv_dtype: str | None = None  # of stored keys and values; None: the model's
     records_evictions: bool = False
-    replays: bool = False  # supports "replay" (`InFlight`)
-    vocab_size: int | None = None  # number of logits; None: unknown
+    replays: bool = False
+    vocab_size: int | None = None  # None: unknown
     lora_rank: int | None = None  # largest rank of an adapter; 0: takes none; None: unknown
 
     @property
@@ -54,12 +53,12 @@ class Capabilities:
 @dataclass(frozen=True)
 class EngineStats:
     weights: str  # format of the linear weights
-    weight_bits: float  # bits of one weight, with the scales of its group
+    weight_bits: float  # per weight, with the scales of its group
     cache_tokens: int  # capacity of the KV cache
     cache_bytes: int = 0
-    policy_bytes: int = 0  # outside the cache: the state of its policy and the record of evictions
-    virtual_memory_bytes: int = 0  # of the cache, in device memory that torch does not count
-    pages_peak: int = 0  # most pages of the cache ever held at once
+    policy_bytes: int = 0  # of the cache policy's state and the record of evictions
+    virtual_memory_bytes: int = 0  # of the cache, in memory that torch does not count
+    pages_peak: int = 0  # most pages ever held at once
     prefix_hits: int = 0  # pages that a request found in the cache
     running: int = 0  # samples that hold pages
     waiting: int = 0  # samples that wait for pages
@@ -67,13 +66,13 @@ class EngineStats:
     cache_used: int = 0  # tokens of the cache in pages that requests hold
     replays: int = 0  # samples replayed to the end of their drafts, or to the first change
     replayed_tokens: int = 0  # tokens of those drafts
-    kept_tokens: int = 0  # of those, the ones up to the first change
+    kept_tokens: int = 0  # of those, the tokens before the first change
 
 
 @dataclass(frozen=True)
 class PartialSample:
-    """The tokens that one sample of a request has drawn so far. The lists grow: read them before
-    the next `step`."""
+    """The tokens that one sample has drawn so far. The lists grow: read them before the next
+    `step`."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -93,15 +92,14 @@ class Ranked:
 
 
 class Engine(Protocol):
-    """An engine that takes requests and returns rollouts with their own log-probs. Used by one
-    thread."""
+    """An engine that returns rollouts with their own log-probs. One thread uses it."""
 
     @property
     def capabilities(self) -> Capabilities: ...
 
     @property
     def behavior(self) -> BehaviorTag:
-        """The policy that the next token is drawn from."""
+        """Return the tag of the policy that draws the next token."""
         ...
 
     def stats(self) -> EngineStats: ...
@@ -116,14 +114,14 @@ class Engine(Protocol):
         ...
 
     def so_far(self, handle: int) -> list[PartialSample]:
-        """Return what each sample of a request has drawn, in sample order; [] once `step` has
-        returned its group. Samples only grow, except that a replay takes back what it has not
-        checked. ValueError for an unknown handle."""
+        """Return what each sample has drawn; [] once `step` has returned the group. Samples only
+        grow, except that a replay takes back what it has not checked. ValueError for an unknown
+        handle."""
         ...
 
     def abort(self, handle: int) -> bool:
-        """End a request now; its group comes back with finish reason "abort". Return False if it
-        had ended."""
+        """End a request now; its group returns with finish reason "abort". Return False if it had
+        ended."""
         ...
 
     def generate(
@@ -139,9 +137,8 @@ class Engine(Protocol):
         prompt_lens: Sequence[int],
         temperature: float = 1.0,
     ) -> list[Tensor]:
-        """Return the log-probs of each sequence's response with the engine's weights and kernels,
-        under a cache that drops and rounds nothing: nats, float32 [response tokens] on the CPU.
-        ValueError names a sequence that does not fit."""
+        """Return the log-probs of each response under a cache that drops and rounds nothing: nats,
+        float32 [response tokens] on the CPU. ValueError names a sequence that does not fit."""
         ...
 
     def score_top(
@@ -166,7 +163,7 @@ class Engine(Protocol):
 
     def first_difference(self, master: Transformer, block: int) -> str | None:
         """Return the first tensor of a block that differs from what the learner `master` would
-        publish (`weights.publish.first_difference`); None without one, or in another process."""
+        publish; None without one, or in another process."""
         ...
 
     def reset_prefix_cache(self) -> None:
@@ -175,25 +172,24 @@ class Engine(Protocol):
         ...
 
     def warm_up(self) -> None:
-        """Compile and capture what steps of all sizes run without filters and penalties (seconds, on
-        CUDA); nothing for an engine in another process."""
+        """Compile and capture steps of all sizes (seconds, on CUDA) without filters and penalties;
+        do nothing for an engine in another process."""
         ...
 
     def release(self, in_flight: InFlight = "keep") -> None:
-        """Free the memory of the KV cache until the next step. Requests in flight are replayed from
-        there on; RuntimeError with "keep" when there are any."""
+        """Free the KV cache until the next step. RuntimeError with "keep" when requests are in
+        flight."""
         ...
 
     def close(self) -> None:
-        """Free processes, connections and files. No other method may be called afterwards.
-        Idempotent."""
+        """Free processes, connections and files. Call no other method afterwards. Idempotent."""
         ...
 
 
 def replayed(before: EngineStats, after: EngineStats) -> dict[str, float]:
     """Return the metrics of the replays between two `stats` of one engine; {} when there were none."""
     samples = after.replays - before.replays
-    if samples <= 0:  # an engine that was restarted counts from zero
+    if samples <= 0:  # a restarted engine counts from zero
         return {}
     tokens = after.replayed_tokens - before.replayed_tokens
     kept_tokens = after.kept_tokens - before.kept_tokens

@@ -5,8 +5,7 @@
     groups = engine.generate(["Name a prime."], n=8, max_tokens=64)  # in the model's chat template
     print(engine.text(groups[0].rollouts[0]))
 
-`add`, `step` and `abort` are the continuous-batching interface under `generate`; `update_weights`
-takes new weights in place. Used by one thread.
+`add`, `step` and `abort` are the continuous-batching interface under `generate`.
 """
 
 from __future__ import annotations
@@ -73,47 +72,41 @@ def warn_if_slow(device: torch.device, weights: str) -> None:
 class NativeEngine:
     """Continuous batching over a paged KV cache, with linear weights in any format.
 
-    ValueError names the argument that is wrong. Tokens depend on none of the arguments of
-    scheduling.
+    ValueError names the wrong argument. Tokens do not depend on the scheduling arguments.
 
         The model
-            model          folder, hub id, or a loaded Transformer, whose weights the engine copies, or
-                           shares where they are in the format already
-            weights        a name of `lowroll.formats()`; default the model's own low-bit format, or
-                           int8 for a dense model
-            large_batch_weights     a second format, for prompts and while many rows decode
-                           (`engine.decoder`); each token's policy span has the digest of its weights
-            dtype          of activations, norms and KV cache; default float32 on CPU, bfloat16 on CUDA,
-                           and what a dense format says
-            keep_dense     keep the dequantized matrices of a 4-bit format beside its codes (2 bytes a
-                           weight in bfloat16): faster for prompts and many rows on CUDA
+            model          folder, hub id, or a loaded Transformer, whose weights the engine copies or,
+                           where they already have the format, shares
+            weights        a name of `lowroll.formats()`; default the model's low-bit format, or int8
+            large_batch_weights     a second format, for prompts and large batches (`engine.decoder`)
+            dtype          of activations, norms and KV cache; default that of a dense format, float32
+                           on CPU, bfloat16 on CUDA
+            keep_dense     keep dequantized copies of 4-bit weights (2 bytes a weight in bfloat16):
+                           faster for prompts and large batches on CUDA
             noisy          `update_weights` may put noise on the norms
             exact          a request has the same bits in any batch; None: as a loaded model
-
         The KV cache
             kv             the policy (`kv.policy`); None is the dense one
             kv_dtype       "fp8" stores it in 8 bits (`kv.fp8`); None in `dtype`
-            cache_tokens   its size; default what `workloads`, the requests that will be in it together,
-                           can use, at most a quarter of the free memory; without workloads see
-                           `kv.capacity`
-            memory_share   of the device's memory, which weights and a cache of no given size may fill
-            max_model_len  tokens of the longest prompt with its response; default the model's
-            prefix_caching a prompt finds the pages of an earlier one with the same beginning
-            turn_caching   the next turn of a conversation also finds the pages of what was drawn before
-                           it, whose last bits differ from a prompt's; dense cache, unrounded, one format
-            record_evictions        rollouts say which keys a bounded cache dropped (`types.Evictions`)
-
+            cache_tokens   its size; default what the concurrent requests of `workloads` can use, at
+                           most a quarter of the free memory; without workloads see `kv.capacity`
+            memory_share   share of the device's memory for weights and a cache of default size
+            max_model_len  most tokens of a prompt and its response; default the model's
+            prefix_caching a prompt reuses the pages of an earlier one with the same beginning
+            turn_caching   the next turn of a conversation also reuses the pages of drawn tokens, whose
+                           last bits differ from a prompt's; dense cache, unrounded, one format
+            record_evictions        rollouts name the keys that a bounded cache dropped (`types.Evictions`)
         Scheduling
             max_batch      samples decoded at once
-            max_prefill_tokens      prompt tokens a pass
-            prefill_chunk  longest piece of a prompt in one pass; None for whole prompts
-            lookahead      decode steps between two times that the host reads tokens and admits
-                           requests, for requests that come one by one; None for requests that are
-                           there from the beginning: 16 on CUDA, and as many passes over prompts
+            max_prefill_tokens      prompt tokens of a pass
+            prefill_chunk  longest chunk of a prompt in one pass; None for whole prompts
+            lookahead      decode steps between two reads of tokens and admissions, for requests that
+                           arrive one by one; None for requests that all arrive at the beginning: on
+                           CUDA 16, and as many passes over prompts
             gather         decode steps before other prompts run together; default `lookahead` - 1
-            one_pass       rows that decode while prompts run take their step in the same pass (dense
-                           cache, no large_batch_weights)
-            cuda_graphs    False launches the kernels of a step or a short pass one by one, for debugging
+            one_pass       decode rows take their step in the same pass as prompts (dense cache, no
+                           large_batch_weights)
+            cuda_graphs    False launches kernels one by one, for debugging
     """
 
     def __init__(
@@ -184,7 +177,8 @@ class NativeEngine:
             cuda_graphs,
             one_pass,
         )
-        # a recurrent layer's state is that of all tokens: pages of a prefix do without it
+        # The state of a recurrent layer covers all tokens, so pages of a prefix alone do not
+        # suffice.
         has_pages_alone = self.spec.delta is None
         self.pool = PagePool(
             num_pages,
@@ -202,7 +196,7 @@ class NativeEngine:
             kv_dtype=kv_dtype,
         )
         self._tokenizer = tokenizer
-        self._tokens = 0  # drawn, including tokens that a replay drew again
+        self._tokens = 0  # includes tokens that a replay drew again
         self.scheduler = self._schedule(
             max_batch, max_prefill_tokens, prefill_chunk, lookahead, gather
         )
@@ -240,16 +234,14 @@ class NativeEngine:
         chat: bool = True,
         **sampling: Any,
     ) -> list[Group]:
-        """Return the groups of all requests, in their order. Checks every request before it starts
-        any.
+        """Return the groups of all requests, in their order. All requests are checked first.
 
-        A text is a request too: a user's message in the model's chat template, or with chat=False
-        the beginning of a text to continue. `sampling` are its fields of `Request` (n, max_tokens,
-        seed, ...).
+        A text becomes a user's message in the model's chat template, or with chat=False the
+        beginning of a text to continue; `sampling` are its fields of `Request`. Requests that `add`
+        queued advance too, and `step` returns their groups.
 
-        Requests that `add` queued go on meanwhile, and their groups wait for `step`.
-        on_progress(done, total) counts this call's finished ones after every step; what it raises
-        ends the call. ValueError names the request and the field, or a missing tokenizer.
+        on_progress(done, total) counts this call's finished requests after every step; an exception
+        in it ends the call. ValueError names the request and the field, or a missing tokenizer.
         """
         requests = self._as_requests(requests, chat, sampling)
         for i, request in enumerate(requests):
@@ -306,8 +298,7 @@ class NativeEngine:
         return self.scheduler.finished()
 
     def _advance(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Plan and run one step and commit its tokens. A failed step drops everything in flight.
-        meanwhile: as `Runner.run`."""
+        """Plan and run one step and commit its tokens. A failed step drops everything in flight."""
         plan = self.scheduler.plan()
         try:
             results = self.runner.run(plan, meanwhile)
@@ -315,7 +306,6 @@ class NativeEngine:
             self._give_up()
             raise
         for result in results:
-            # the span of the weights that drew the tokens, for their tag
             self.scheduler.policy = self.behavior.policy[-1 if result.large_batch else 0]
             num_before = len(result.sequence.token_ids)
             self.scheduler.commit_run(
@@ -329,7 +319,7 @@ class NativeEngine:
         prompt_lens: Sequence[int],
         temperature: float = 1.0,
     ) -> list[Tensor]:
-        """Return `Engine.score` with the weights of few rows. Rollouts in flight are not disturbed."""
+        """Score as `Engine.score` with the weights of small batches. Rollouts in flight continue."""
         return [
             scored.logprobs_T for scored in self.score_top(sequences, prompt_lens, 0, temperature)
         ]
@@ -351,8 +341,8 @@ class NativeEngine:
         return scores
 
     def keep_dense(self) -> None:
-        """Keep dense copies of weights below 8 bits on a GPU, in an engine that has not decoded
-        yet. Stacked experts stay as they are: their product reads the codes."""
+        """Keep dense copies of weights below 8 bits on a GPU; call it before decoding. Stacked
+        experts are left out, since their product reads the codes."""
         if self.model.device.type != "cuda":
             return
         for name, linear in self.model.linears():
@@ -365,8 +355,7 @@ class NativeEngine:
                 linear.weight.keep_dense(self.model.dtype)
 
     def warm_up(self) -> None:
-        """Compile and capture the kernels of decode steps and of short passes of all sizes
-        (seconds, on CUDA)."""
+        """Compile and capture decode steps and short passes of all sizes (seconds, on CUDA)."""
         self.runner.cache.restore()
         self.runner.decoder.warm_up()
         if self.runner.short is not None:
@@ -391,7 +380,7 @@ class NativeEngine:
             kv=self.kv,
             kv_dtype=self.behavior.kv_dtype,
             records_evictions=self.runner.recorder is not None,
-            # a state cannot be taken back to in front of a token that differs
+            # a recurrent state cannot be rolled back to the token before a difference
             replays=self.kv.budget is None and self.spec.delta is None,
             vocab_size=self.spec.vocab_size,
             lora_rank=self.receiver.max_rank,
@@ -423,11 +412,10 @@ class NativeEngine:
         return self.scheduler.has_work or self.scheduler.has_finished
 
     def release(self, in_flight: InFlight = "keep") -> None:
-        """Free the memory of the KV cache, for a learner that runs before the next rollouts.
+        """Free the memory of the KV cache until the next step.
 
-        It comes back with the next step, at its old address where the device can do that
-        (`kv.virtual_memory`); elsewhere decode graphs are captured again. in_flight: as
-        `Engine.release`. ValueError when this engine cannot replay.
+        It returns at its old address where the device can do that (`kv.virtual_memory`); elsewhere
+        decode graphs are captured again. ValueError when this engine cannot replay.
         """
         if in_flight == "replay":
             self._check_replays()
@@ -440,8 +428,8 @@ class NativeEngine:
         self.runner.release()
 
     def reset_prefix_cache(self) -> None:
-        """Forget the pages of shared prompts. A prompt behind such pages runs in other pieces,
-        which round differently."""
+        """Forget the pages of shared prompts. Prompts behind such pages run in other chunks, which
+        round differently."""
         self.pool.clear_prefixes()
 
     def close(self) -> None:
@@ -452,10 +440,10 @@ class NativeEngine:
     def update_weights(self, update: WeightUpdate, in_flight: InFlight = "keep") -> BehaviorTag:
         """Take new weights as policy `update.version`, in place, and return the new tag.
 
-        in_flight: "keep" leaves rollouts in flight the tokens and keys of the old weights, and
-        their spans say so. "replay" begins them again, with all samples of their groups and their
-        tokens as drafts (`engine.replay`): they have one span, and are what a fresh engine with
-        these weights draws, but for rounding. Complete groups stay as they are.
+        in_flight: with "keep", running rollouts keep the tokens and keys of the old weights, as
+        their spans record. With "replay", all samples of unfinished groups begin again with their
+        tokens as drafts (`engine.replay`): they have one span, and equal up to rounding what a
+        fresh engine with these weights draws.
 
         A local update is quantized from the learner's model into the engine's storages; a stream is
         gathered and checked first (`weights.sync.update`). ValueError, before anything is written,
@@ -501,7 +489,7 @@ class NativeEngine:
         return first_difference(master, self.model, block, self.behavior.noise_sigma > 0)
 
     def _policy(self, version: int) -> tuple[PolicySpan, ...]:
-        """Return the span of the weights of few rows, then that of those of many, if any."""
+        """Return the span of the small-batch weights, then that of the large-batch ones, if any."""
         models = [self.model]
         if self.large_batch_model is not None:
             models.append(self.large_batch_model)
@@ -529,7 +517,7 @@ class NativeEngine:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """The compiler of grammars, for several threads. ValueError where it is not available."""
+        """The compiler of grammars, which is thread-safe. ValueError where it is not available."""
         return Grammars(self.tokenizer, self.spec.vocab_size, self.scheduler.eos_ids)
 
     def _own_format(
@@ -541,13 +529,12 @@ class NativeEngine:
         return exact_format(self.folder, dtype or dtype_on(device)) or DEFAULT
 
     def _give_up(self) -> None:
-        """Drop everything in flight after a failed step: no K/V may be trusted."""
+        """Drop everything in flight after a failed step, since its K/V may be wrong."""
         self.scheduler.abort_all()
         self.pool.clear_prefixes()
         self.runner.cache.clear()
 
     def _validate(self, request: Request, where: str) -> None:
-        """Raise ValueError, with `where` in front of the field, for a request that cannot run."""
         try:
             validate(
                 request,
@@ -630,9 +617,9 @@ class NativeEngine:
         workloads: Sequence[Workload],
         page_size: int,
     ) -> int:
-        """Return the tokens of the KV cache. NoRoom when the given number does not fit."""
+        """Return the tokens of the KV cache. NoRoom when `cache_tokens` does not fit."""
         bytes_per_token = self.storage.bytes_per_token(self.spec, self.model.dtype)
-        free_bytes = free_memory(self.model.device)  # None: the system does not say
+        free_bytes = free_memory(self.model.device)  # None if unknown
         state_bytes = self._policy_bytes
         if cache_tokens is None:
             assumed_free = UNKNOWN_FREE if free_bytes is None else free_bytes
@@ -703,8 +690,8 @@ def _policy_or_dense(
     kv_dtype: str | None,
     large_batch_weights: str | None,
 ) -> CachePolicy:
-    """Return the policy, the dense one for None. ValueError for options under which pages of drawn
-    tokens would differ from a prompt's."""
+    """Return the policy, the dense one for None. ValueError for options that conflict with
+    turn_caching."""
     if kv is not None and not isinstance(kv, CachePolicy):
         raise ValueError(
             "kv: expected a CachePolicy, as lowroll.kv.policy.table.make gives, or None, the dense "

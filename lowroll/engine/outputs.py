@@ -14,7 +14,7 @@ from lowroll.types import BehaviorTag, PolicySpan, Rollout
 
 def rollouts_of(group: LiveGroup, behavior: BehaviorTag, policy: PolicySpan) -> list[Rollout]:
     """Return the rollouts of a group whose samples have all ended. behavior, policy: for the tag of
-    a sample that has drawn nothing."""
+    a sample without tokens."""
     sampler = sampler_settings(group.request)
     rollouts = []
     for s in group.sequences:
@@ -67,9 +67,9 @@ def behavior_salt(behavior: BehaviorTag) -> bytes:
 
 
 def give_up(pool: PagePool, sequence: Sequence, salt: bytes) -> None:
-    """Free the pages of a sample that ends. Where the pool keeps turns, full pages are offered to
-    later turns, unless another sample may still write into the page at the prompt's end, or some
-    key is of other weights than `salt`. For the dense cache."""
+    """Free the pages of a sample that ends. With turn caching, its full pages are offered to later
+    turns, unless another sample may still write the page at the prompt's end, or a key is of other
+    weights than `salt`. For the dense cache."""
     group = sequence.group
     is_prompt_final = not group.num_unforked
     is_of_these_weights = group.page_keys is not None and group.salt == salt

@@ -42,8 +42,8 @@ def validate(
 ) -> None:
     """Raise ValueError naming the first wrong field.
 
-    context_length: the model's limit in tokens. cache_tokens: the KV cache's size. kv: the cache
-    policy, which may bound a sample's share of it. eos_ids: the model's own stops.
+    context_length, cache_tokens: in tokens. kv: may bound a sample's share of the cache. eos_ids:
+    the model's own stops.
     """
     _check_ids("prompt_ids", request.prompt_ids, vocab_size)
     if not request.prompt_ids:
@@ -153,7 +153,7 @@ def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
     ):
         return
     for i, token in enumerate(ids):
-        if type(token) is not int or not 0 <= token < vocab_size:  # a bool is not a token id
+        if type(token) is not int or not 0 <= token < vocab_size:  # excludes bool
             raise ValueError(
                 f"{name}[{i}]: expected an integer in 0..{vocab_size - 1}, got {_show(token)}"
             )
@@ -180,8 +180,8 @@ def _check_bias(bias: Any, vocab_size: int) -> None:
 
 
 def _check_grammar(request: Request, has_tokenizer: bool) -> None:
-    """Raise ValueError for settings that exclude a grammar: at its end only an end token can be
-    drawn."""
+    """Raise ValueError for settings that exclude a grammar, at whose end only an end token can
+    follow."""
     if request.grammar is None:
         return
     if type(request.grammar) is not str:
@@ -212,7 +212,7 @@ def _check_int(name: str, value: Any, low: int, high: int | None) -> None:
 
 
 def _check_float(name: str, value: Any) -> float:
-    if type(value) not in (int, float):  # a bool is not a number; the range check refuses NaN
+    if type(value) not in (int, float):  # excludes bool; the range check refuses NaN
         raise ValueError(f"{name}: expected a number, got {_show(value)}")
     return value
 

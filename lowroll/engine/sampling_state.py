@@ -1,9 +1,8 @@
-"""The sampling parameters of rows except their temperature, resident on the device: filters, a
-repetition penalty, and no end before `min_tokens`.
+"""The sampling parameters of rows except their temperature, resident on the device.
 
-The last two depend on earlier tokens, which are marked by the sample's slot
-(`kernels.sampling.penalties`): the prompt when the sample first decodes, drawn tokens by the step
-itself, and tokens drawn elsewhere before the next step.
+The repetition penalty and `min_tokens` depend on earlier tokens, which are marked by the sample's
+slot (`kernels.sampling.penalties`): prompts when a sample first decodes, drawn tokens by the step,
+and tokens drawn elsewhere before the next step.
 
 Legend: B rows, S slots, V vocabulary.
 """
@@ -44,7 +43,7 @@ def _sequence_draw_mode(s: Sequence | DrawnPosition) -> DrawMode:
 
 
 def is_filtered(s: Sequence | DrawnPosition) -> bool:
-    """Return whether filters matter. The likeliest token, which a greedy row takes, passes all."""
+    """Return whether filters matter. A greedy row's token passes all of them."""
     request = s.request
     return request.temperature != 0 and (
         request.top_k > 0 or request.top_p < 1 or request.min_p > 0
@@ -69,12 +68,12 @@ class SamplingState:
     def __init__(self, most: int, slots: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.slots = slots
-        # a line each: top-k (int64), top-p, log of min-p and repetition penalty (the bits of
-        # float64), and the first position without a ban (int64)
+        # Lines: top-k (int64), top-p, log of min-p, repetition penalty (the bits of float64), and
+        # the first position without a ban (int64).
         self._device = torch.zeros(5, most, dtype=torch.int64, device=device)
         self._rows: list[Sequence] = []  # whose settings are on the device
         self._marks_SV: Tensor | None = None
-        # by slot: the sequence of the marks, and its number of marked response tokens
+        # by slot: the marked sequence, and its number of marked response tokens
         self._marked: list[tuple[Sequence | None, int]] = [(None, 0)] * slots
 
     def filters(self, rows: int) -> Filters:
@@ -125,8 +124,7 @@ class SamplingState:
         return self._marks_SV
 
     def _mark(self, sequences: list[Sequence]) -> None:
-        """Mark the tokens that the device has not marked yet, in the slots of the samples. The slot
-        of an earlier sample is cleared first."""
+        """Mark the tokens that the device has not marked yet. A reused slot is cleared first."""
         cleared_slots: list[int] = []
         seen_ids: list[tuple[int, Many[int]]] = []
         stop_ids: list[tuple[int, Many[int]]] = []

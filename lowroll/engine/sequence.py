@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Sequence:
-    """One sample while it is generated. Position t counts from the first prompt token; a policy may
-    have dropped keys, so `cached_len` is not the position."""
+    """One sample while it is generated. A policy may have dropped keys, so `cached_len` is not the
+    position."""
 
     group: LiveGroup = field(repr=False)
     sample: int
@@ -25,8 +25,8 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] | None = None
     spans: list[PolicySpan] = field(default_factory=list)
-    # of a replay: the tokens drawn under earlier weights. Empty once its own tokens differ from the
-    # draft or reach its end (`engine.replay`)
+    # tokens drawn under earlier weights (`engine.replay`); empty once its own tokens differ from
+    # them or reach their end
     draft: list[int] = field(default_factory=list)
     slot: int = -1
     pages: list[int] = field(default_factory=list)  # its page table, in order of keys
@@ -35,7 +35,7 @@ class Sequence:
     cached_len: int = 0
     num_compactions: int = 0  # each one replaces its page table
     until: int = 0  # the position at which it has ended or must be compacted
-    reserved_pages: int = 0  # reserved for it and not yet allocated
+    reserved_pages: int = 0  # reserved and not yet allocated
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     behavior: BehaviorTag | None = None
@@ -51,7 +51,7 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Prompt and drawn tokens: the position of the next token, the noise counter."""
+        """The number of prompt and drawn tokens: the next token's position and noise counter."""
         return len(self.prompt_ids) + len(self.token_ids)
 
     @property
@@ -83,7 +83,7 @@ class LiveGroup:
     compacted_pages: list[int] = field(default_factory=list)
     state_slot: int = -1  # of the policy's state after the prompt
     num_unforked: int = 0  # samples that have no page table yet and have not ended
-    # prompt positions given to a prefill chunk (or served by the prefix cache)
+    # prompt positions given to a prefill chunk or served by the prefix cache
     num_prefilled: int = 0
     num_open: int = 0
     tail_writer: Sequence | None = None
@@ -97,19 +97,17 @@ class LiveGroup:
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Prompt tokens [start, stop) to run, with K/V in the leader's pages. All of `samples` draw from
-    the last hidden state."""
+    """Prompt tokens [start, stop) to run, with K/V in the leader's pages."""
 
     sequence: Sequence  # the group's leader
     start: int
     stop: int
-    samples: tuple[Sequence, ...]  # the group's, of the prompt's last chunk; else none
+    samples: tuple[Sequence, ...]  # the group's, which draw from the last chunk; else none
 
 
 @dataclass(frozen=True)
 class Check:
-    """The last token of a sample and the next ones of its draft, together `ids`, to run with a draw
-    behind each."""
+    """The last token of a sample and the next ones of its draft, with a draw behind each."""
 
     sequence: Sequence
     ids: list[int]
@@ -157,7 +155,7 @@ class DrawnPosition:
 
 
 def banned_ids(s: Sequence | DrawnPosition) -> tuple[int, ...]:
-    """Return the ids that would end a sample before `min_tokens` tokens."""
+    """Return the ids that would end a sample before its `min_tokens` are drawn."""
     drawn = s.length - len(s.prompt_ids)
     return s.group.stop_ids if drawn < s.request.min_tokens else ()
 
@@ -170,11 +168,10 @@ def places_of(check: Check) -> list[DrawnPosition]:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step's work, in order.
+    """The work of one step, in order.
 
-    No page is both a source and a target of `copies`. Decode rows take up to `steps` steps before
-    the next plan, each at most its number in `limits`, for which it has pages; its later draws are
-    ignored. The passes over prompts run one after the other; checks run in the first.
+    No page is both a source and a target of `copies`. Each decode row draws at most its number in
+    `limits`, for which it has pages; later draws are ignored. The first pass also runs the checks.
     """
 
     compactions: list[Compaction]
@@ -185,7 +182,7 @@ class StepPlan:
     limits: list[int]
     begun: list[int]  # slots in which a prompt begins
     passes: list[list[PrefillChunk]]
-    checks: list[Check]  # of drafts
+    checks: list[Check]
 
     @property
     def prefills(self) -> list[PrefillChunk]:

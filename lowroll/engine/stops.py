@@ -8,11 +8,9 @@ from lowroll.engine.sequence import Sequence
 
 
 def stop_reason(sequence: Sequence, decode: Callable[[list[int]], str] | None) -> int | str | None:
-    """Return the stop id or stop string that the last token completed, if any. decode: token ids to
-    text, for stop strings.
+    """Return the stop id or stop string that the last token completed, if any.
 
-    No stop lies within the first `min_tokens` tokens: ids are banned there, and text is matched
-    behind them.
+    No stop lies within the first `min_tokens` tokens. decode: token ids to text, for stop strings.
     """
     request = sequence.request
     if len(sequence.token_ids) <= request.min_tokens:
@@ -30,9 +28,9 @@ def stop_reason(sequence: Sequence, decode: Callable[[list[int]], str] | None) -
 def _decode_tail(
     decode: Callable[[list[int]], str], token_ids: list[int], start: int, num_chars: int
 ) -> str:
-    """Return the end of the text of token_ids[start:], its last `num_chars` characters as if all of
-    it had been decoded. Decoding from the middle can spoil the first characters (a split UTF-8
-    sequence, a stripped space): hence the 4."""
+    """Return the last `num_chars` characters of the text of token_ids[start:]. Decoding from the
+    middle can spoil the first characters (a split UTF-8 sequence, a stripped space): hence the 4.
+    """
     window = num_chars + 4
     while True:
         first_token = max(start, len(token_ids) - window)

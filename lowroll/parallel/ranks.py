@@ -3,9 +3,9 @@
 Every rank has the whole batch, runs its share of the passes, and gathers the results of all, from
 which it computes the same counts, metrics and refusals.
 
-    Ranks        one process alone: exactly the plain path
-    RankGroup    n processes, each with the whole model (plain data parallel)
-    parallel.sharding.Sharded     n processes, each with a part of it (FSDP2)
+    Ranks                      one process alone: exactly the plain path
+    RankGroup                  n processes, each with the whole model (plain data parallel)
+    parallel.sharding.Sharded  n processes, each with a part of it (FSDP2)
 
 Values are sent as tensors of known sizes, never as pickles. A rank notes its position in the store
 before each wait, so that an error names the missing ones.
@@ -140,8 +140,8 @@ class RankGroup(Ranks):
 
     host: the leading rank's IPv4 address or name; its store listens there alone, and so do gloo and
     NCCL where the address is this machine's (unless GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are
-    set). device: of the model; host tensors use gloo, CUDA tensors NCCL. deadline_s: for every wait. DeadlineExceeded
-    and RankLost name the missing ranks.
+    set). device: of the model; host tensors use gloo, CUDA tensors NCCL. deadline_s: for every
+    wait. DeadlineExceeded and RankLost name the missing ranks.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class RankGroup(Ranks):
     def gather(self, values: Sequence[PerToken], sizes: dict[int, int]) -> list[PerToken]:
         # bits are summed as integers, and all ranks but one have zeros: values arrive exact
         lengths = list(sizes.values())
-        flat = torch.zeros(len(values), sum(lengths))  # one line a kind, all samples behind another
+        flat = torch.zeros(len(values), sum(lengths))  # one row a kind, samples concatenated
         for own_values, row in zip(values, flat, strict=True):
             for sample, sample_row in zip(sizes, row.split(lengths), strict=True):
                 if sample in own_values:
@@ -220,8 +220,7 @@ class RankGroup(Ranks):
                 gradient.copy_(piece.view_as(gradient))
 
     def tell(self, data: bytes | None = None, wait_s: float | None = None) -> bytes:
-        """Send data from the leading rank, and return it on every rank. The store has its length
-        under a key for each call, which the others wait for; the bytes come by broadcast."""
+        """Send data from the leading rank, and return it on every rank."""
         # the others wait for the length in the store; the bytes come by broadcast
         self._told += 1
         key = f"told/{self._told}"
@@ -280,7 +279,7 @@ class RankGroup(Ranks):
             with suppress(DeadlineExceeded):
                 wait_until(lambda: not self._absent("failed"), "the others", ROLL_CALL_S)
             absent_ranks = self._names(self._absent("failed"))
-            # the store ends with the leading rank: it stays to answer the others
+            # the store ends with the leading rank, which stays to answer the others
             time.sleep(ROLL_CALL_S / 2 if self.leads else 0)
         except RuntimeError:  # the store does not answer
             absent_ranks = "rank 0, at which all meet"
@@ -292,7 +291,6 @@ class RankGroup(Ranks):
         return RankLost(f"{lost_ranks} went away; rank {self.rank} is at {what} ({first_line})")
 
     def _absent(self, word: str) -> list[int]:
-        """Return the ranks that have not written this key to the store."""
         return [r for r in range(self.size) if not self._store.check([f"{word}/{r}"])]
 
     def _names(self, ranks: Sequence[int]) -> str:
@@ -336,7 +334,6 @@ def _open_store(host: str, port: int, leads: bool, deadline_s: float) -> Any:
 
 
 def _has_torchrun_store() -> bool:
-    """Return whether torchrun's agent has the store at the ranks' address."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 

@@ -3,11 +3,11 @@
 A pass gathers a block's weights before it runs and frees them after it; gradients are reduced in
 float32 to the shards. So every pass needs all ranks (`lockstep`).
 
-    learning weights   float32 shards are the masters; passes read them rounded to the model's dtype, as on one rank
-    frozen weights     parts in the model's dtype: a reference, a teacher, the base of an adapter
+    learning weights   float32 shards are the masters, which passes read in the model's dtype
+    frozen weights     shards in the model's dtype: a reference, a teacher, the base of an adapter
     adapters           whole on every rank, as plain data parallel: they are small
     corrections        of routers: whole on every rank, in float32
-    codes              of aligned forwards and transposes: whole on every rank, renewed by block from gathered weights
+    codes              of aligned forwards and transposes: whole on every rank, renewed by block
 
 The model's own parameters (embedding, norm, lm_head) stay gathered from a pass to the update, since
 log-probs read lm_head outside of the model's call; `forget` drops them before the next pass.
@@ -41,7 +41,7 @@ class Sharded(RankGroup):
     """This process in a group that shards a model. Arguments as for `RankGroup`.
 
     Shards are on the ranks' device; a model on the host is moved by block. Scale, align and adapt a
-    model first. `shard` raises ValueError for low-bit weights, before anything changes.
+    model first.
     """
 
     lockstep = True
@@ -96,7 +96,6 @@ class Sharded(RankGroup):
         return model
 
     def _unwrap_dense(self, model: Transformer) -> None:
-        """Replace the QTensors of dense formats by plain parameters, and note their layers."""
         for _, linear in model.linears():
             if isinstance(linear.weight, QTensor):
                 matrix = linear.weight.tensors["weight"]
@@ -184,7 +183,6 @@ class Sharded(RankGroup):
         return whole_model
 
     def _name(self, mirror: Transformer, model: Transformer) -> None:
-        """Make the mirror's weights QTensors where the model's were before it was sharded."""
         for (_, mirror_linear), (_, linear) in zip(mirror.linears(), model.linears(), strict=True):
             if linear in self._named and isinstance(mirror_linear.weight, Tensor):
                 qtensor = over(mirror_linear.weight)
@@ -199,8 +197,8 @@ class Sharded(RankGroup):
     def _copy(
         self, mirror: Transformer | None, model: Transformer, modules: list[nn.Module]
     ) -> None:
-        """Gather the modules (blocks, and the model itself) one after the other on all ranks, and
-        copy their parameters into the mirror on the rank that has one."""
+        """Gather the modules (blocks, and the model itself) in turn on all ranks, and copy their
+        parameters into the mirror on the rank that has one."""
         self.forget()
         targets = {} if mirror is None else dict(mirror.named_parameters())
         for module in modules:
@@ -210,7 +208,7 @@ class Sharded(RankGroup):
                     target = targets.get(prefix + name)
                     # a DTensor is not gathered: it belongs to a block inside the model
                     is_gathered = not isinstance(parameter, DTensor)
-                    # adapters are the same parameters in the mirror
+                    # the mirror shares adapters
                     if target is not None and is_gathered and target is not parameter:
                         target.copy_(parameter, non_blocking=True)
         if self.device.type == "cuda":
@@ -239,7 +237,6 @@ def rounded(found: Sequence[tuple[int, list[int]]]) -> int:
 
 
 def _lay_out(sizes: Sequence[int], most: int) -> list[tuple[int, list[int]]]:
-    """Return pieces of at most `most` bytes, except for larger buffers."""
     layout: list[tuple[int, list[int]]] = []
     for size in sizes:
         if not layout or layout[-1][0] + size > most:

@@ -1,4 +1,4 @@
-"""The control routes, for the admin."""
+"""The admin's control routes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def is_paused(request: web.Request) -> web.Response:
 
 
 async def abort(request: web.Request) -> web.Response:
-    """`POST /abort`: end every request; each is answered with the tokens drawn so far."""
+    """`POST /abort`: end every request, with the tokens drawn so far."""
     return web.json_response({"aborted": await request.app[STATE].engine.abort_all()})
 
 
@@ -63,11 +63,11 @@ async def weights(request: web.Request) -> web.Response:
 
 async def update_weights(request: web.Request) -> web.Response:
     """`POST /weights {"version": "step_7"}`: draw from these weights from the next step on.
-    Requests in flight go on, or are replayed (`engine.base.InFlight`).
 
-    Refused before anything has changed: with 404 an unknown version; with 409 one that does not fit
-    or while another one is taken, a replay by an engine without it, and a replay of a stream, whose
-    tokens cannot be taken back.
+    Requests in flight continue, or are replayed (`engine.base.InFlight`). Refused before any
+    change: with 404 an unknown version; with 409 one that does not fit or while another one is
+    taken, a replay by an engine without it, and a replay of a stream, whose tokens cannot be taken
+    back.
     """
     body = await read_body(request, WeightsRequest)
     version, in_flight = body.version, body.in_flight
@@ -80,12 +80,11 @@ async def update_weights(request: web.Request) -> web.Response:
 
 
 async def _update(app: web.Application, version: str, in_flight: InFlight) -> dict[str, Any]:
-    """Take a version, and return the answer."""
     began_at = time.monotonic()
     try:
         try:
             weight_version, behavior = await _take_version(app, version, in_flight)
-        except Gap:  # it missed what the version changes
+        except Gap:  # the engine missed what the version changes
             weight_version, behavior = await _take_version(app, version, in_flight, gap=True)
     except Refused:
         raise
@@ -126,7 +125,7 @@ async def _take_version(
 async def _read_version(
     app: web.Application, version: str, behavior: BehaviorTag, gap: bool
 ) -> tuple[WeightVersion, VersionUpdates]:
-    """Return what `WeightStore.load` does. EngineStalled when it takes too long."""
+    """Call `WeightStore.load`. EngineStalled when it takes too long."""
     state, newest = app[STATE], behavior.policy[-1].version
     limit_s = state.limits.update_s
     try:

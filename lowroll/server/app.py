@@ -2,9 +2,9 @@
 
     app = make_app(state, Credentials(), None)
 
-Each route needs no token (`open`), the token where there is one (`token`), or the admin's
-(`admin`). At a signal nothing new is accepted, and requests in flight have `grace_s`; at a second
-one they end with what they have drawn.
+A route is `open`, or needs the token if there is one (`token`), or the admin's (`admin`). After a
+signal the server accepts nothing, and requests in flight have `grace_s`; a second signal aborts
+them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from lowroll.server.weight_store import WeightStore
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-ECHO_S = 1.0  # a second signal within it is none: terminals and wrappers often send two
+ECHO_S = 1.0  # a second signal within it is ignored: terminals and wrappers often send two
 LAST_S = 5.0  # grace for the answers of aborted requests
 BACKLOG = 512
 THREADS = 4  # threads that encode texts and read weights
@@ -64,7 +64,7 @@ async def health(request: web.Request) -> web.Response:
 async def metrics(request: web.Request) -> web.Response:
     state = request.app[STATE]
     engine_health: EngineHealth | None = None
-    with suppress(EngineStalled):  # lowroll_engine_up says it
+    with suppress(EngineStalled):  # lowroll_engine_up reports it
         engine_health = await state.engine.health(state.limits.health_s)
     body = state.engine.metrics.render(engine_health)
     return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4"})
@@ -167,10 +167,9 @@ async def run(
     ready: Callable[[], None],
     grace_s: float = 20.0,
 ) -> int:
-    """Serve until a signal comes, and return its number. ready: called once requests are
-    accepted."""
+    """Serve until a signal comes, and return its number. ready: called once requests are accepted."""
     engine = app[STATE].engine
-    # every thread keeps the memory of the largest text that it has encoded
+    # few threads: each keeps the memory of the largest text that it has encoded
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "texts"))
     runner = make_runner(app)
     await runner.setup()
@@ -184,7 +183,7 @@ async def run(
             log.warning("%s: ending", signal.Signals(signal_number).name)
             settle_task = asyncio.ensure_future(engine.settle(grace_s))
             await asyncio.wait({settle_task, second_signal}, return_when=asyncio.FIRST_COMPLETED)
-            settle_task.cancel()  # after a second signal, what is open is aborted
+            settle_task.cancel()  # the second signal aborts what is open
         finally:
             await asyncio.to_thread(engine.stop)
             await runner.cleanup()
@@ -203,7 +202,7 @@ def make_runner(app: web.Application) -> web.AppRunner:
         handler_cancellation=True,  # a dropped connection ends its request
         auto_decompress=False,  # no decompression bombs
         keepalive_timeout=75.0,
-        lingering_time=1.0,  # for the rest of a body that is not read
+        lingering_time=1.0,  # for the rest of an unread body
         shutdown_timeout=LAST_S,
     )
 
@@ -218,7 +217,7 @@ async def listen(
     event_loop = asyncio.get_running_loop()
     max_files = raise_file_limit()
     max_connections = max(1, min(limits.connections, max_files // 2))
-    # the number that are accepted before the first is counted
+    # so many are accepted before the first is counted
     backlog = max(1, min(BACKLOG, max_files // 8))
     event_loop.set_exception_handler(_FileShortageHandler())
 
@@ -237,7 +236,7 @@ async def listen(
 
 class _Connection(web.RequestHandler):
     """A connection that is dropped when its client reads nothing for `patience_s`. Invalid HTTP
-    gets the same errors as others."""
+    gets errors in the server's format."""
 
     __slots__ = ("patience_s", "silent", "unread")
 
@@ -248,7 +247,7 @@ class _Connection(web.RequestHandler):
         patience_s: float,
         silent: dict[web.RequestHandler, asyncio.TimerHandle],
     ) -> None:
-        # aiohttp makes its own kind of connection, with these options and tracebacks in debug mode
+        # the arguments of aiohttp's own connections, without tracebacks in debug mode
         super().__init__(server, loop=events, **server._kwargs | {"debug": False})
         self.patience_s = patience_s
         self.silent = silent
@@ -302,8 +301,6 @@ class _RefusedConnection(asyncio.Protocol):
 
 
 class _FileShortageHandler:
-    """A handler that logs a shortage of files once."""
-
     def __init__(self) -> None:
         self.told = False
 
@@ -318,8 +315,7 @@ class _FileShortageHandler:
 
 @contextmanager
 def catch_signals() -> Iterator[tuple[asyncio.Future[int], asyncio.Future[int]]]:
-    """Yield futures of the numbers of the first and the second signal. An ignored signal (nohup)
-    stays ignored."""
+    """Yield futures of the first and the second signal. An ignored signal (nohup) stays ignored."""
     loop = asyncio.get_running_loop()
     first, second = loop.create_future(), loop.create_future()
     first_at = 0.0

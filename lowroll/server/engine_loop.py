@@ -1,10 +1,8 @@
-"""The iterations of the engine's thread, the only one that calls the engine, and the requests in
-flight.
+"""The engine's thread, the only one that calls the engine, and the requests in flight.
 
 Each iteration runs the posted jobs, then one step. First tokens are sent to their event loop at
 once. Other updates wait until the device works on the next step, because the event loop would take
-Python's lock from the thread before. Updates for a slow reader are merged. A step that raises answers
-its requests with `EngineFailed`.
+the GIL before. Updates for a slow reader are merged.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ from lowroll.types import FinishReason, Group, Request, Rollout
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-UPDATES_SENT_AT_ONCE = 8  # requests; sending the updates of so few delays the thread little
-JOBS_S = 0.02  # seconds for posted jobs in an iteration, before requests in flight go on
+UPDATES_SENT_AT_ONCE = 8  # requests; so few updates delay the thread little
+JOBS_S = 0.02  # seconds for posted jobs in an iteration with requests in flight
 
 
 class ServerBusy(RuntimeError):
@@ -40,7 +38,7 @@ class EngineStalled(RuntimeError):
 
 
 class EngineFailed(RuntimeError):
-    """A request that the engine could not finish; the reason is in the log."""
+    """A request that the engine could not finish; the log has the reason."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +75,8 @@ class Delta:
 
 
 class InFlightRequest:
-    """A request from its submission to its end, read by the event loop that submitted it. Leaving
-    its `async with` block aborts it. check_alive: raises EngineStalled when the thread hangs."""
+    """A request, read by the event loop that submitted it. Leaving its `async with` block aborts
+    it. check_alive: raises EngineStalled when the thread hangs."""
 
     def __init__(
         self,
@@ -103,7 +101,7 @@ class InFlightRequest:
         # used by the engine's thread alone
         self.handle: int | None = None
         self.aborted = False
-        self._num_sent: dict[int, int] = {}  # tokens of each sample that were sent
+        self._num_sent: dict[int, int] = {}  # sent tokens of each sample
         self._ended: set[int] = set()  # samples whose end was sent
 
     # -- in the event loop -------------------------------------------------------------------------
@@ -115,8 +113,8 @@ class InFlightRequest:
         self.abort()
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        """Yield one delta for each sample with new tokens, until all have ended. Without `stream`
-        everything comes at the end. Raises EngineFailed, EngineStalled."""
+        """Yield one delta for each sample with new tokens, until all have ended; without `stream`
+        only at the end. Raises EngineFailed, EngineStalled."""
         while True:
             while self.pending:
                 yield self.pending.pop(next(iter(self.pending)))
@@ -145,7 +143,7 @@ class InFlightRequest:
             self._loop.post(lambda: self._loop.abort(self))
 
     def receive(self, deltas: list[Delta], end: Group | Exception | None) -> None:
-        """Take new tokens, merged with those that the reader has not read, and perhaps the end."""
+        """Merge new tokens with those that the reader has not read, and take the end."""
         for delta in deltas:
             earlier = self.pending.get(delta.sample)
             self.pending[delta.sample] = delta if earlier is None else earlier.then(delta)
@@ -175,7 +173,7 @@ class InFlightRequest:
         ]
 
     def last_deltas(self, group: Group) -> list[Delta]:
-        """Return the last delta of each sample whose end was not sent yet."""
+        """Return the last delta of each sample whose end was not sent."""
         return [
             self._delta(sample, rollout)
             for sample, rollout in enumerate(group.rollouts)
@@ -191,7 +189,7 @@ class InFlightRequest:
 
 
 class Update(NamedTuple):
-    """What is new of a request. end: its group or error; None while it goes on."""
+    """The news of a request. end: its group or error; None while it runs."""
 
     request: InFlightRequest
     deltas: list[Delta]
@@ -239,7 +237,7 @@ class Outbox:
         """Add the tokens that a step has drawn for streams. First tokens are sent at once, and the
         others if they are few."""
         first_updates: list[Update] = []
-        moved = []  # times of each stream, and the tokens of its sample that drew the most
+        moved = []  # times of each stream, and the most tokens of one of its samples
         for handle, request in in_flight.items():
             if not request.stream:
                 continue
@@ -276,7 +274,7 @@ class PauseControl:
 
     def __init__(self) -> None:
         self.state: ThreadState = "running"
-        self.drained: Future[None] | None = None  # of the pause that waits
+        self.drained: Future[None] | None = None  # of the waiting pause
 
     def drain(self, drained: Future[None]) -> None:
         """Begin a pause that waits for the requests in flight. ValueError if another one waits."""
@@ -320,7 +318,7 @@ class PauseControl:
 
 
 class EngineLoop:
-    """The iterations of the engine's thread, and all state that it alone may touch. idle_s: the
+    """The iterations of the engine's thread, and the state that it alone may touch. idle_s: the
     longest iteration without work."""
 
     def __init__(self, engine: Engine, metrics: Metrics, watchdog: Watchdog, idle_s: float) -> None:
@@ -413,14 +411,14 @@ class EngineLoop:
             if self.pausing.state == "draining" and not self.in_flight:
                 self.outbox.send()
                 self.pausing.end_drain()
-        except Exception:  # of a step or of an abort: the engine goes on with other requests
+        except Exception:  # of a step or an abort: other requests continue
             log.exception("the engine failed: %s", self.watchdog.busy_with)
             self.failures += 1
             self._give_up()
 
     def _run_jobs(self) -> None:
-        """Admit requests that were held back, and run the posted jobs. With a step to do, jobs have
-        `JOBS_S` and are not waited for."""
+        """Admit held requests, and run the posted jobs: for at most `JOBS_S`, and without waiting,
+        if there is a step to do."""
         self.watchdog.start("waiting for requests")
         while self.held and not self._holds_back():
             self._admit(self.held.popleft())
@@ -439,12 +437,12 @@ class EngineLoop:
             return
 
     def _can_step(self) -> bool:
-        """Return whether the engine has work; in a pause that is to return aborted requests."""
+        """Return whether the engine has work; in a pause, only to return aborted requests."""
         return bool(self.in_flight) and (self.pausing.state != "paused" or self._all_aborted())
 
     def _holds_back(self) -> bool:
-        """Return whether new requests must wait: for those that a pause waits for, or until a step
-        has returned the aborted ones."""
+        """Return whether new requests must wait: for a pause, or for a step that returns aborted
+        ones."""
         return self.pausing.state == "draining" or self._all_aborted()
 
     def _all_aborted(self) -> bool:
@@ -472,7 +470,7 @@ class EngineLoop:
                 self.outbox.add(request, request.last_deltas(group), group)
 
     def _give_up(self) -> None:
-        """Fail all requests in flight, and drop the prefix cache, which cannot be trusted."""
+        """Fail all requests in flight, and drop the prefix cache, which may be wrong."""
         handles = list(self.in_flight)
         self._fail(EngineFailed("the engine failed while it worked on this request"), [])
         try:

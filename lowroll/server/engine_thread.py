@@ -37,8 +37,7 @@ class EngineThread:
     """The thread that owns an engine.
 
     deadline_s: the longest iteration, after which callers get EngineStalled. drain_s: how long
-    `pause("wait")` waits. max_samples: open samples beyond which a request is refused with
-    ServerBusy.
+    `pause("wait")` waits. max_samples: open samples beyond which `submit` raises ServerBusy.
     """
 
     def __init__(
@@ -76,10 +75,8 @@ class EngineThread:
                 log.error("the engine's thread did not end: %s", self.watchdog)
 
     async def submit(self, request: Request, *, stream: bool = False) -> InFlightRequest:
-        """Queue a request. stream: its tokens are reported while they are drawn.
-
-        ValueError that names the wrong field as the engine does; ServerBusy, EngineStalled.
-        """
+        """Queue a request. stream: report its tokens while they are drawn. ValueError names the
+        wrong field as the engine does; ServerBusy, EngineStalled."""
         if self.closing:
             raise ServerBusy("the server is ending")
         if self._open_samples >= self.max_samples:
@@ -102,7 +99,7 @@ class EngineThread:
     async def call(self, fn: Callable[[Engine], T], what: str, allowed_s: float | None = None) -> T:
         """Run fn(engine) on the thread between two steps; return its result or raise its exception.
 
-        Raises EngineStalled when the thread does not get there, which cancels the call, or when fn
+        EngineStalled when the thread does not begin the call, which is then cancelled, or when fn
         takes longer than allowed (default: an iteration).
         """
         job: Future[T] = Future()
@@ -115,8 +112,7 @@ class EngineThread:
             call_result.cancel()  # cancelled by the caller
 
     def compile_grammar(self, text: str) -> None:
-        """Compile a grammar in the caller's thread, so that the engine finds it cached.
-        ValueError."""
+        """Compile a grammar in the caller's thread, so that the engine finds it cached. ValueError."""
         grammars = getattr(self.engine, "grammars", None)  # a remote engine has none
         if grammars is not None:
             grammars.compile(text)
@@ -124,7 +120,7 @@ class EngineThread:
     async def pause(self, mode: PauseMode) -> None:
         """Stop drawing.
 
-        keep: requests in flight go on after `resume`. wait: they finish first, and new ones are
+        keep: requests in flight continue after `resume`. wait: they finish first, and new ones are
         held back; EngineStalled when that takes more than `drain_s`, and then nothing is paused;
         ValueError when a resume or another pause comes first. abort: they end now, with what they
         have drawn.
@@ -141,7 +137,7 @@ class EngineThread:
                 await self._wait_for(drain_result, "pause")
         except TimeoutError:
             await self.call(cancel, "pause")
-            if not drained.done():  # else it has just ended, and its outcome counts
+            if not drained.done():  # else its outcome counts
                 raise EngineStalled(
                     f"pause: {len(self.open)} requests still run after {self.drain_s:g} s"
                 ) from None
@@ -174,7 +170,7 @@ class EngineThread:
             raise EngineStalled(f"health: no answer in {allowed_s:g} s: {self.watchdog}")
         engine_health = await self._probe
         if isinstance(engine_health, EngineStalled):
-            raise EngineStalled(str(engine_health))  # one of its own for each caller
+            raise EngineStalled(str(engine_health))  # a separate exception for each caller
         return engine_health
 
     async def settle(self, grace_s: float) -> int:
@@ -227,5 +223,5 @@ class EngineThread:
 
         try:
             return await self.call(health, "health")
-        except EngineStalled as error:  # the answer may have been cancelled
+        except EngineStalled as error:
             return error

@@ -46,7 +46,7 @@ class EngineHealth:
 
 @dataclass
 class RequestTimes:
-    """Times of one request, in seconds of the monotonic clock."""
+    """The times of one request, in seconds of the monotonic clock."""
 
     began_at: float = field(default_factory=time.monotonic)
     first_at: float | None = None
@@ -102,8 +102,8 @@ class Metrics:
         self._first.observe(times.first_at - times.began_at)
 
     def moved(self, streams: Sequence[tuple[RequestTimes, int]]) -> None:
-        """Record the new tokens of streams: the times of each, and the most that one of its samples
-        drew. One step moved all of them, so the gap between two tokens is measured on only one."""
+        """Record the times of streams, each with the most tokens that one of its samples drew. One
+        step moved all of them, so the gap between tokens is measured once."""
         now = time.monotonic()
         is_gap_recorded = False
         for times, tokens in streams:
@@ -120,7 +120,7 @@ class Metrics:
             self.first_token(times)
         self._whole.observe(time.monotonic() - times.began_at)
         reasons = {rollout.finish_reason for rollout in group.rollouts}
-        # a request with one aborted sample counts as aborted, and so on
+        # one aborted sample makes the request aborted, and so on
         outcome = next(reason for reason in ("abort", "length", "stop") if reason in reasons)
         self._requests.labels(outcome).inc()
         self._prompt.inc(len(group.request.prompt_ids))

@@ -225,8 +225,6 @@ class CompletionAnswer(Answer):
         return "" if vocabulary is None else vocabulary.decode(prompt.token_ids)
 
     def _choice(self, i: int, delta: Delta) -> Tree:
-        """Return new tokens of prompt i's sample as a choice. The first has the prompt's fields
-        too."""
         body, scores = self.body, self.scores[i]
         index = i * body.n + delta.sample
         end_fields = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
@@ -285,7 +283,7 @@ class _LogprobLists:
             return
         for token, value, top in zip(tokens, values, tops, strict=True):
             logprobs_by_name: dict[str, float] = {}
-            for other_id, logprob in top:  # of two with the same text the likelier stays
+            for other_id, logprob in top:  # of equal texts the likelier stays
                 logprobs_by_name.setdefault(name(other_id), finite_logprob(logprob))
             logprobs_by_name.setdefault(token, value)
             self.top_logprobs.append(logprobs_by_name)
@@ -428,8 +426,7 @@ class ChatAnswer(Answer):
         ]
 
     def _call_id(self, sample: int, number: int) -> str:
-        """Return an id of nine characters, as some templates require, the same for the same
-        request."""
+        """Return a reproducible id of nine characters, as some templates require."""
         identity = repr((self.prompts[0], sample, number))
         return hashlib.sha256(identity.encode()).hexdigest()[:9]
 
@@ -459,7 +456,7 @@ class ChatAnswer(Answer):
 
 
 def _json_arguments(call: ToolInvocation, offered: OfferedTools) -> str:
-    """Return a call's arguments as JSON, those in text as the types of the tool's schema."""
+    """Return a call's arguments as JSON, typed by the tool's schema."""
     arguments = call.arguments
     if offered.format in UNTYPED:
         schemas = {tool.function.name: tool.function.parameters for tool in offered.tools}

@@ -26,7 +26,7 @@ from lowroll.server.protocol import (
 from lowroll.server.streaming import json_response_in_worker, prompt_fields
 from lowroll.server.text import TokenNames, Vocabulary, finite_logprob
 
-TopTokens = list[tuple[int, float]]  # the likeliest tokens of a position and their log-probs
+TopTokens = list[tuple[int, float]]  # of one position
 
 
 @dataclass(frozen=True)
@@ -204,10 +204,9 @@ async def score_prompts(
     requesting_field: str = "prompt_logprobs",
 ) -> list[PromptScores]:
     """Return the log-probs of prompts' own tokens, with the `top` likeliest tokens of each
-    position. The prompts are scored one by one, so that the engine draws in between. Refused names
-    `requesting_field`, which wants too much, or `prompt_field`, which cannot be scored."""
+    position. The engine draws between prompts. Refused names `requesting_field`, which requests too
+    much, or `prompt_field`, which cannot be scored."""
     max_logprobs = state.limits.told_streamed if stream else state.limits.told
-    # each token's own log-prob, and those of the `top` likeliest at its position
     count = sum(len(prompt.token_ids) for prompt in prompts) * (top + 1)
     if count > max_logprobs:
         note = " in a stream" if stream else ""

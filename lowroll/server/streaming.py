@@ -37,8 +37,8 @@ compact_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow
 class Answer:
     """The answer to a generation request as JSON, whole or event by event.
 
-    prompts: the token ids of the prompts, each of which has `n` samples. head: the first fields of
-    the answer and of each event.
+    prompts: token ids, with `n` samples of each. head: the first fields of the answer and of each
+    event.
     """
 
     packed = False  # ids and log-probs of each choice are in one string
@@ -93,9 +93,9 @@ class Answer:
 async def respond(
     request: web.Request, answer: Answer, requests: Sequence[Request], names: Mapping[str, str]
 ) -> web.StreamResponse:
-    """Answer a generation request with the engine's groups for `requests`, one for each prompt.
-    When one fails, or the client disconnects, all are aborted. names: the client's names of the
-    engine's fields."""
+    """Answer a generation request with the groups of `requests`, one for each prompt. When one
+    fails, or the client disconnects, all are aborted. names: the client's names of the engine's
+    fields."""
     if answer.body.stream:
         return await _stream_answer(request, answer, requests, names)
     state, client_names = request.app[STATE], _names_by_prompt(names, len(requests))
@@ -113,8 +113,8 @@ async def respond(
 async def _stream_answer(
     request: web.Request, answer: Answer, requests: Sequence[Request], names: Mapping[str, str]
 ) -> web.StreamResponse:
-    """Send the events of an answer. Tokens drawn while the client does not read come in one event.
-    Refused before the first event; later an event reports the error."""
+    """Send the events of an answer. Refused before the first event; later an event reports the
+    error."""
     state, client_names = request.app[STATE], _names_by_prompt(names, len(requests))
     async with _submitted_streams(state, requests, client_names) as in_flight:
         events = _EventStream(request, state.limits.write_s)
@@ -176,7 +176,6 @@ async def _checked_deltas(
 
 @contextmanager
 def _engine_errors(names: Mapping[str, str]) -> Iterator[None]:
-    """Raise the engine's refusals in the client's words."""
     try:
         yield
     except ValueError as error:
@@ -194,8 +193,6 @@ async def _gather(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 class _EventStream:
-    """A response of server-sent events."""
-
     def __init__(self, request: web.Request, patience_s: float) -> None:
         self.request = request
         self.patience_s = patience_s
@@ -212,7 +209,7 @@ class _EventStream:
         await self.response.write_eof()
 
     async def _write(self, data: str) -> None:
-        """Write one event. Those that wait for the client do so one after the other."""
+        """Write one event. Writers that wait for the client take turns."""
         event = f"data: {data}\n\n".encode()
         transport = self.request.transport
         if (
@@ -259,8 +256,8 @@ def openai_head(request: web.Request, prefix: str, object: str) -> Tree:
 
 
 def origin(rollout: Rollout, packed: bool = False) -> Tree:
-    """Return what a learner needs of a rollout besides its tokens: log-probs (unless packed), who
-    drew it, how it ended, and what its cache dropped."""
+    """Return what a learner needs of a rollout besides its tokens: log-probs (unless packed),
+    behavior, end, and evictions."""
     behavior, evictions = rollout.behavior, None
     if rollout.evictions is not None:
         numbers = base64.b64encode(rollout.evictions.numbers).decode()

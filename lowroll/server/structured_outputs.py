@@ -1,8 +1,8 @@
 """Structured outputs: the grammar (`engine.grammar`) of `response_format`, `structured_outputs`,
 `guided_...`, or a `tool_choice` that requires a call.
 
-JSON is written as Python writes it, `{"a": 1, "b": [2, 3]}`: other white space, which could go on
-forever, cannot be drawn.
+JSON is written as Python writes it, `{"a": 1, "b": [2, 3]}`, since free white space could go on
+forever.
 """
 
 from __future__ import annotations
@@ -188,7 +188,6 @@ def _import_matcher() -> Any:
 
 
 def _schema_grammar(schema: dict[str, Any] | str) -> str:
-    """Return the grammar of JSON by a schema, given as an object or as text."""
     if isinstance(schema, str):
         with suppress(ValueError, RecursionError):
             schema = json.loads(schema)
@@ -213,7 +212,7 @@ _WRITERS: dict[str, Callable[[Any], str]] = {
 
 
 def _call_grammar(state: ServerState, offered: OfferedTools) -> str:
-    """Return the grammar of calls of the required tools in the model's format, for two tools:
+    """Return the grammar of calls of the required tools in the model's format. For two tools:
 
     start: FIRST call (BETWEEN call){0,31} LAST
     call: OPEN named CLOSE
@@ -228,7 +227,7 @@ def _call_grammar(state: ServerState, offered: OfferedTools) -> str:
     tokens = {text: f"<[{token}]>" for token, text in state.vocabulary.marks.items()}
 
     def literal(text: str) -> str:
-        """Write a mark as the special token that stands for it, if there is one, else as text."""
+        """Write a mark as its special token, if there is one, else as text."""
         return tokens.get(text, json.dumps(text)) if text else ""
 
     more_calls = (

@@ -1,6 +1,6 @@
 """Text from token ids, whole or streamed.
 
-An unfinished character, and an end that may become a stop string, are held back, so that a stream
+Unfinished characters, and an end that may become a stop string, are held back, so that a stream
 equals the whole response.
 """
 
@@ -21,17 +21,16 @@ if TYPE_CHECKING:
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MIN_LOGPROB = -9999.0  # as vLLM writes minus infinity
 _NUM_PROMPT_TOKENS = 8  # tokens of the prompt that are decoded with the first one
-_WINDOW = 32  # tokens that are decoded again with the next one, at least
+_WINDOW = 32  # least number of tokens that are decoded again with the next one
 
 
 class TokenDecoder(Protocol):
-    """An incremental decoder of tokens. Its text does not depend on how many tokens come
-    together."""
+    """An incremental decoder, whose text does not depend on how many tokens come together."""
 
     def feed(self, token_ids: Iterable[int]) -> str: ...
 
     def end(self) -> str:
-        """Return the text that was held back. Nothing may be fed after it."""
+        """Return the text that was held back. Feed nothing after it."""
         ...
 
 
@@ -50,7 +49,7 @@ class Vocabulary:
         self.longest = _longest_token(self.backend, self._bytes)
         self.piece = cache(self._piece)
         self.name = cache(self._name)
-        self._lock = Lock()  # of encoding: a tokenizer changes its own settings on the way
+        self._lock = Lock()  # encoding changes a tokenizer's settings
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. ValueError for a lone surrogate, which JSON allows."""
@@ -67,7 +66,7 @@ class Vocabulary:
         if self.longest == 0:
             return 0
         length = len(text.encode() if self._bytes else text)
-        return -(-length // self.longest)  # rounded up
+        return -(-length // self.longest)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
@@ -94,8 +93,8 @@ class Vocabulary:
         return self.piece(token_id).decode("utf-8", "replace")
 
     def _piece(self, token_id: int) -> bytes:
-        """Return the bytes that one token adds to a text: the name of a special token, nothing for
-        an unknown id."""
+        """Return the bytes that one token adds to a text: the name of a special token, none for an
+        unknown id."""
         token = self.backend.id_to_token(token_id)
         if token is None:
             return b""
@@ -103,13 +102,13 @@ class Vocabulary:
             return self.decode([token_id], skip_special_tokens=False).encode()
         try:
             return bytes(_BYTE_OF_CHAR[char] for char in token)
-        except KeyError:  # an added token: its text is literal
+        except KeyError:  # an added token is literal text
             return str(token).encode()
 
 
 def _longest_token(backend: Any, in_bytes: bool) -> int:
-    """Return the most bytes (of a tokenizer of bytes) or characters that one token stands for; 0
-    where there is no bound."""
+    """Return the most bytes (of a tokenizer of bytes) or characters of one token; 0 without a
+    bound."""
     added_tokens = backend.get_added_tokens_decoder().values()
     if _may_shorten_text(backend, in_bytes, added_tokens):
         return 0
@@ -185,14 +184,14 @@ class _ByteDecoder:
 
 
 class _WindowDecoder:
-    """A decoder of tokens whose text depends on those before: it decodes the last ones again with
-    each new one."""
+    """A decoder of tokens whose text depends on those before, which it decodes again with each new
+    one."""
 
     def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int]) -> None:
         self.decode = vocabulary.decode
         self.window = list(prompt_ids[-_NUM_PROMPT_TOKENS:])
         self.text = self.decode(self.window)
-        self.shown = len(self.text)  # characters of it that were emitted
+        self.shown = len(self.text)  # emitted characters
 
     def feed(self, token_ids: Iterable[int]) -> str:
         return "".join(self._next(token_id) for token_id in token_ids)
@@ -268,14 +267,14 @@ class ResponseText:
 
     def end(self, token_ids: Sequence[int], stop_reason: int | str | None) -> str:
         """Return the rest of the text, with the last tokens. stop_reason: the id or text of the
-        stop that ended the response, which is cut off; None: none did."""
+        stop, which is cut off."""
         if stop_reason is None:
             return self.feed(token_ids) + self._rest()
         text = self.feed(token_ids[:-1])
-        if isinstance(stop_reason, int):  # the last token is the stop, and is not shown
+        if isinstance(stop_reason, int):  # the last token is the stop
             return text + self._rest()
         last_text = self._held + self._decode(token_ids[-1:]) + self.decoder.end()
-        stop_at = last_text.find(stop_reason)  # missing when special tokens are a part of it
+        stop_at = last_text.find(stop_reason)  # missing when it contains special tokens
         return text + (last_text if stop_at < 0 else last_text[:stop_at])
 
     def _decode(self, token_ids: Sequence[int]) -> str:
@@ -288,7 +287,6 @@ class ResponseText:
         return rest
 
     def _release(self, new: str) -> str:
-        """Hold back what may be the beginning of a stop string, and return the text before it."""
         text = self._held + new
         num_held = max(overlap(text, stop) for stop in self.stop)
         self._held = text[len(text) - num_held :]

@@ -25,11 +25,11 @@ class TransportError(RunFailed):
 
 
 class OtherFormat(TransportError, ValueError):
-    """A file of another version of lowroll: a mistake of the user, which no restart helps."""
+    """A file of another version of lowroll, which no restart helps."""
 
 
 class DeadlineExceeded(TransportError):
-    """A wait that ran out of time, and what it waited for."""
+    """A wait that ran out of time."""
 
     def __init__(self, waited_for: str, deadline_s: float) -> None:
         super().__init__(f"waited {deadline_s:g} s for {waited_for}")
@@ -100,7 +100,7 @@ class RolloutReceiver(Protocol):
 
 
 def check_deadline(deadline_s: float) -> float:
-    """Return the deadline. ValueError unless it is a finite number of 0 or more."""
+    """Return the deadline. ValueError unless it is finite and not negative."""
     if (
         isinstance(deadline_s, bool)
         or not isinstance(deadline_s, (int, float))
@@ -121,8 +121,8 @@ def wait_until(
 ) -> None:
     """Poll `ready` until it is true, and log every REMIND_S seconds what is waited for.
 
-    alive: called between polls; raises when the other side cannot answer any more. pause: in place
-    of `time.sleep`. DeadlineExceeded after `deadline_s` seconds.
+    alive: called between polls; raises when the other side cannot answer. pause: replaces
+    `time.sleep`. DeadlineExceeded after `deadline_s` seconds.
     """
     deadline_s = check_deadline(deadline_s)
     began = time.monotonic()

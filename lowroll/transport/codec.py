@@ -4,15 +4,17 @@ A batch is a header line (`kind`, `format`, `num_samples` and the batch's own fi
 sample. msgspec checks the lines against the dataclasses' type hints.
 
 1. Floats are written as their shortest decimal, which parses back to the same double (Steele &
-   White 1990), infinities and NaN as the strings "inf", "-inf" and "nan".
+   White
+1990), infinities and NaN as the strings "inf", "-inf" and "nan".
 2. A union of dataclasses carries the class name under `type`.
 3. Bytes are base64; a tuple of fixed length is a list of that length.
 4. A field marked `types.OMITTED` is left out where it is None, and never null.
-5. Both directions are strict: an unknown, missing or ill-typed field, a wrong count or a torn line
-   is a CodecError that names the line and the field.
+5. An unknown, missing or ill-typed field, a wrong count or a torn line is a CodecError that names
+   the
+line and the field.
 
-The decoder also accepts a repeated field, an integer above 2^53 in a float field, and bits behind the
-last byte of base64. Checksums around the lines detect damage (`rollout_log`, `frame`).
+The decoder also accepts a repeated field, an integer above 2^53 in a float field, and bits behind
+the last byte of base64. Checksums around the lines detect damage (`rollout_log`, `frame`).
 """
 
 from __future__ import annotations
@@ -127,7 +129,6 @@ def _origin_and_args(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 @cache
 def _union_members(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union; () for another hint."""
     origin, args = _origin_and_args(hint)
     return args if origin in (Union, types.UnionType) else ()
 
@@ -185,8 +186,8 @@ def _msgspec_struct(kind: type, tagged: bool) -> type[msgspec.Struct]:
 
 
 def _to_plain(value: Any, hint: Any, where: str) -> Any:
-    """Return a value as data that msgspec writes as JSON without a change. CodecError, beginning
-    with `where`, for a value that is not of the type `hint`."""
+    """Return a value as msgspec writes it. CodecError, beginning with `where`, for one not of type
+    `hint`."""
     if hint is Any:
         return _check_json(value, where)
     if members := _union_members(hint):
@@ -250,7 +251,7 @@ def _check_type(value: Any, kind: type, where: str) -> None:
 
 
 def _encode_numbers(values: Any, hint: Any) -> msgspec.Raw | None:
-    """Return lists of numbers as JSON, checked at once, because a batch has millions of them. None
+    """Return lists of numbers as JSON, checked together, because a batch has millions of them. None
     where one is of another type or not finite (null in JSON)."""
     try:
         converted = msgspec.convert(values, hint)
@@ -280,8 +281,7 @@ def _has_non_finite(line: bytes) -> bool:
 
 
 def _to_record(value: Any, hint: Any, has_non_finite: bool) -> Any:
-    """Return msgspec's value as one of type `hint`: structs become dataclasses, and the strings of
-    infinities and NaN floats."""
+    """Return msgspec's value as one of type `hint`."""
     if _needs_no_conversion(hint) or _is_numeric(hint) and not has_non_finite:
         return value
     if members := _union_members(hint):

@@ -58,8 +58,8 @@ class Sender:
         """Do nothing: the trainer polls the folder."""
 
     def send(self, batch: Batch) -> None:
-        """Put a batch into the spool. DeadlineExceeded when the trainer is too far behind, FrameGone
-        when it needs a batch that is gone; nothing is sent then."""
+        """Put a batch into the spool. DeadlineExceeded when the trainer is too far behind,
+        FrameGone when it needs a batch that is gone; nothing is sent then."""
         if self.closed:
             raise ChannelClosed(f"batch of step {batch.step} was sent on a closed rollout channel")
         if batch.step not in self.spool.steps():  # `put` only compares a present one
@@ -78,7 +78,6 @@ class Sender:
         self.notify()
 
     def _has_room(self, step: int, cursor: Cursor | None) -> bool:
-        """Return whether the trainer is near enough for another batch. FrameGone as by `send`."""
         steps = self.spool.steps()
         if cursor is None:
             return len(steps) < self.hwm
@@ -187,7 +186,7 @@ class Receiver:
         if self.spool.path(step).exists() or self.spool.ended() is not None:
             return True
         oldest = min(self.spool.steps(), default=step)
-        # looked for again: it may have come since, with later ones
+        # checked again: it may have come since, with later ones
         if oldest > step and not self.spool.path(step).exists():
             raise FrameGone(
                 f"{self.spool.folder}: the trainer needs the batch of step {step}; "

@@ -1,8 +1,8 @@
 """A batch as bytes, the same on every transport and on disk.
 
-    {"run":"","step":12,"size":48123,"sha256":"...","kind":"frame","format":3, "crc": "9cf16ae5"}
-    {"kind":"batch","format":1,"num_samples":256,"step":12,...}
-    the samples, a MessagePack array
+  {"run":"","step":12,"size":48123,"sha256":"...","kind":"frame","format":3, "crc": "9cf16ae5"}
+  {"kind":"batch","format":1,"num_samples":256,"step":12,...}
+  the samples, a MessagePack array
 
 The first line is sealed (`checkpoint.line_checksum`); `sha256` is of the bytes after it. The second
 line is the log's header. A sample is its line of the log without the long lists of numbers, which
@@ -51,7 +51,7 @@ class PackedSample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     sample: bytes  # its line of the log
     prompt_ids: bytes  # int32
     token_ids: bytes  # int32
-    logprobs: bytes  # float64, as engines' values are not rounded
+    logprobs: bytes  # float64, since engines' values are not rounded
     loss_mask: bytes  # one byte each
 
 

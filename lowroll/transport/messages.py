@@ -23,7 +23,7 @@ Line = TypeVar("Line", bound=msgspec.Struct)
 class SealedMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A message of a channel. ValueError for an unknown or impossible field."""
 
-    run: Literal[""] = ""  # kept for the format of files: a run has a folder and a token of its own
+    run: Literal[""] = ""  # kept for the format of files
 
 
 class _Report(SealedMessage, frozen=True, kw_only=True):

@@ -1,9 +1,9 @@
 """Every rollout of a run on disk: `rollouts/step_000012.jsonl`, one file a step, in the codec's
 format.
 
-A file is written atomically, and each line ends with its checksum (`checkpoint.line_checksum`, seeded
-with the line's number). A resumed run overwrites the steps that it repeats. Training never reads
-these files.
+A file is written atomically, and each line ends with its checksum (`checkpoint.line_checksum`,
+seeded with the line's number). A resumed run overwrites the steps that it repeats. Training never
+reads these files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def rollouts_path(folder: Path, step: int) -> Path:
 
 
 def without_evictions(batch: Batch) -> Batch:
-    """Return the batch without the tokens that bounded caches dropped (`types.Evictions`)."""
+    """Return the batch without the tokens that bounded caches dropped."""
     if all(sample.rollout.evictions is None for sample in batch.samples):
         return batch
     samples = [
@@ -48,7 +48,7 @@ def read_rollouts(path: Path) -> Batch:
     """Return the batch in a file. CodecError names file, line and field of a damage."""
     try:
         batch = decode_batch(unseal_lines(read_file(path)))
-    except ValueError as error:  # CodecError is a ValueError
+    except ValueError as error:  # includes CodecError
         raise CodecError(f"{path}: {error}") from error
     name_match = _FILE_NAME.fullmatch(path.name)
     if name_match and int(name_match[1]) != batch.step:

@@ -1,7 +1,7 @@
 """The sent batches that may be requested again: `step_000012.frame`, one file each.
 
 A file is whole and never changed. The steps have no gaps. The newest frame stays, because a
-restarted orchestrator resumes from the state in it.
+restarted orchestrator resumes from its state.
 """
 
 from __future__ import annotations
@@ -53,11 +53,9 @@ class Spool:
         return sorted(step for step in steps if self.path(step).is_file())
 
     def put(self, batch: Batch) -> None:
-        """Store a batch durably. The same batch again changes nothing.
-
-        TransportError for another batch of a present step, or one that leaves a gap, and CodecError
-        for one that cannot be encoded, before anything is written.
-        """
+        """Store a batch durably; the same batch again changes nothing. TransportError for another
+        batch of a present step, or one that leaves a gap, and CodecError for one that cannot be
+        encoded, before anything is written."""
         data = encode_frame(batch)
         steps = self.steps()
         if batch.step in steps:
@@ -92,8 +90,8 @@ class Spool:
         return FrameGone(f"{self.path(step)}: the batch of step {step} is not there")
 
     def piece(self, step: int, offset: int, most: int) -> tuple[bytes, int]:
-        """Return at most `most` bytes of a frame, unchecked, and its size. FrameGone when it is not
-        there."""
+        """Return at most `most` bytes of a frame, unchecked, and its size. FrameGone when it is
+        missing."""
         path = self.path(step)
         try:
             with naming(path), path.open("rb", buffering=0) as file:
@@ -127,13 +125,13 @@ class Spool:
         steps = self.steps()
         for index, step in enumerate(steps):
             try:
-                self.get(step)  # its digest: to decode all frames would take seconds
+                self.get(step)  # checks the digest only: to decode all frames would take seconds
             except (DamagedFrame, FrameGone) as error:
                 log.error("%s; it is set aside with those after it, to be made again", error)
                 self._set_aside(steps[index:])
                 steps = steps[:index]
                 break
-        for index in range(len(steps) - 1, 0, -1):  # from the newest: what is before its gap goes
+        for index in range(len(steps) - 1, 0, -1):
             if steps[index] != steps[index - 1] + 1:
                 self._unlink([self.path(step) for step in steps[:index]])
                 break
@@ -178,15 +176,15 @@ class Spool:
 
 
 class Progress:
-    """The trainer's cursor, and that of the last dismissed attempt, in the frames' folder."""
+    """The trainer's cursor, and that of the last dismissed attempt."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._refused = b""  # a damaged cursor that is already logged
 
     def cursor(self) -> Cursor | None:
-        """Return the trainer's cursor. None before its first report, for a dismissed attempt, and for
-        a damaged report, which is logged once."""
+        """Return the trainer's cursor. None before its first report, for a dismissed attempt, and
+        for a damaged report."""
         path = self.folder / CURSOR
         try:
             data = read_file(path)

@@ -2,13 +2,12 @@
 
     trainer (DEALER)        PieceRequest   frame 12 from byte 0 on; received 11, committed 10
     orchestrator (ROUTER)   wait           not there yet; sent at once, which shows that it lives
-                            piece          bytes 0 .. 4 MiB of 9 MiB, as soon as the frame is in the spool
+                            piece          bytes 0 .. 4 MiB of 9 MiB, once the frame is in the spool
     trainer                 PieceRequest   frame 12 from byte 4 MiB on
-    ...
 
-A request is repeated until it is answered, and the next one acknowledges. Pieces bound the size of a
-message and let a transfer resume after a restart of either side. A message has two parts: a sealed
-line (`transport.messages`) and the bytes of the piece.
+A request is repeated until it is answered, and the next one acknowledges. Pieces bound the size of
+a message and let a transfer resume after a restart of either side. A message has two parts: a
+sealed line (`transport.messages`) and the bytes of the piece.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ TRIES = 3  # for a damaged frame
 RETRY_S = 1.0
 SILENCE_S = 30.0
 _LINGER_MS = 1000
-_POLL_S = 0.1  # between looks for a peer
+_POLL_S = 0.1  # between checks for a peer
 _CLOSE_S = 2.0
 _MAX_WAITING = 16
 
@@ -149,7 +148,7 @@ class Sender(FolderSender):
 
 
 class SpoolServer:
-    """The thread that answers requests. Only it uses the socket."""
+    """The thread that answers requests, which alone uses the socket."""
 
     def __init__(self, spool: Spool, attempt: int, token: str) -> None:
         self.spool = spool
@@ -302,7 +301,7 @@ class SpoolServer:
     def _send_piece(self, peer: bytes, request: PieceRequest, step: int, newest: int) -> None:
         try:
             piece, size = self.spool.piece(step, request.offset, PIECE)
-        except FrameGone:  # dropped since; the peer will ask for another
+        except FrameGone:  # dropped since; the peer will request another
             self._send(peer, request, "gone", step=newest)
         except OSError as error:
             self._send(peer, request, "refused", text=printable(error, 200))
@@ -317,7 +316,7 @@ class SpoolServer:
         reply = PieceReply(
             kind=kind, attempt=self.attempt, to=request.attempt, committed=committed, **rest
         )
-        with suppress(zmq.Again):  # it does not read, and will ask again
+        with suppress(zmq.Again):  # the peer does not read, and will repeat its request
             self._socket.send_multipart([peer, *pack(reply, piece)], zmq.NOBLOCK)
 
 
@@ -347,7 +346,7 @@ class Receiver:
         self.silence_s = silence_s
         self._cursor = Cursor(committed, committed, attempt)
         self._orchestrator = -1  # its attempt
-        self._acknowledged = committed  # the last commit that it has acknowledged
+        self._acknowledged = committed  # the last acknowledged commit
         self._warned = False  # that no orchestrator has ever answered
 
     def receive(self, deadline_s: float) -> Batch:
@@ -371,7 +370,7 @@ class Receiver:
                 raise DeadlineExceeded(self._waited_for(step), deadline_s)
         faultpoint(f"receive.read/{step}")
         self._cursor = self._cursor.receive()
-        self.line.tell(self._request())  # reports the cursor; if it is lost, the next request does
+        self.line.tell(self._request())  # if the report is lost, the next request repeats it
         faultpoint(f"receive.said/{step}")
         return assembler.batch
 
@@ -410,8 +409,8 @@ class Receiver:
         return PieceRequest(**vars(self._cursor), want=want, offset=offset)
 
     def _listen(self, assembler: FrameAssembler, seconds: float) -> bool:
-        """Take answers for `seconds`, or until a piece was taken or refused, and another is to be
-        requested. Return whether the orchestrator answered. Raises as `_raise`."""
+        """Take answers for `seconds`, or until a piece was taken or refused. Return whether the
+        orchestrator answered. Raises as `_raise`."""
         deadline = time.monotonic() + seconds
         answered = False
         while (remaining_s := deadline - time.monotonic()) > 0:
@@ -432,7 +431,7 @@ class Receiver:
         return answered
 
     def _accept(self, answer: PieceReply) -> bool:
-        """Note whom an answer is of and what it acknowledges. Return False for one to another
+        """Note the sender of an answer and what it acknowledges. Return False for one to another
         attempt, or of an earlier orchestrator."""
         if answer.to != self._cursor.attempt or answer.attempt < self._orchestrator:
             return False

@@ -1,6 +1,6 @@
 """AWQ: scale the input channels of a weight before quantization, so that loud channels round finer.
 
-    Q(W s) (x / s) ~ W x        s a channel; the producer of x is divided by s once, so the function stays
+    Q(W s) (x / s) ~ W x        s a channel; the producer of x is divided by s once
 
 The factors of a ratio r = 0, 1/20, ..., 19/20, from the mean |x| of a channel on calibration text
 (xm) and the mean over the rows of |w| / amax(|w| in its group) (wm):
@@ -14,12 +14,13 @@ down (AWQ, arXiv 2306.00978, section 3; the ratio and both means as in llm-compr
 
 1. s = 1 is a candidate too.
 2. A producer's own rounding changes, so the whole quantized block is measured at the end, and
-   restored when it did not improve.
+   restored
+when it did not improve.
 3. Q(W s) meets x / s in the format's own arithmetic: for W8A8 the rounding of activations counts.
 4. The optional search for clipped ranges is left out.
 
-Inputs are those of the dense model. Memory: two residual streams (T x D numbers each), the quantized
-candidates of one matrix, and the activations of one chunk.
+Inputs are those of the dense model. Memory: two residual streams (T x D numbers each), the
+quantized candidates of one matrix, and the activations of one chunk.
 
 Legend: T calibration tokens, D hidden size, K in features, N out features.
 """
@@ -72,10 +73,10 @@ def calibrate(
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Calibrated]:
     """Rescale a dense model in place for quantization to `format`; the logits stay up to rounding.
-    Return a record a block.
+    Return a record for each block.
 
-    sequences: token ids of the calibration text. on_progress(done, total) counts blocks. ValueError,
-    before anything changes, as `blockwise.check`.
+    sequences: token ids of the calibration text. on_progress(done, total) counts blocks.
+    ValueError, before anything changes, as `blockwise.check`.
     """
     target_format = get_format(format)
     check("awq", model, target_format, sequences)
@@ -173,7 +174,7 @@ def _block_error(
 
 
 def _mappings(block: Block, x_TD: Tensor) -> list[Mapping]:
-    """Return a block's mappings in the order of its forward pass. Their functions run its current
+    """Return a block's mappings in the order of its forward pass. Their functions read its current
     weights. x_TD: the residual stream before it."""
     input_norm, mlp_norm = block.pre_norms
     v_rows = slice(-block.kv_heads * block.head_dim, None)

@@ -64,7 +64,6 @@ def input_of(linear: Linear, run: Callable[[], Stream]) -> Tensor:
 
 
 def plain(stream: Stream) -> Tensor:
-    """Return the output of a learner's linear as a plain tensor."""
     assert isinstance(stream, Tensor)
     return stream
 

@@ -1,12 +1,12 @@
 """The search for formats under a budget: each linear layer gets as few bits as the requested
 fidelity allows.
 
-    1  single    every layer alone in its smallest format: the KL of the dense model to it, on
-                 calibration tokens, from its own block on. Larger formats scale it by the squared
-                 error of the layer's output.
-    2  order     from all layers in their smallest format, steps to larger ones, those first that
-                 save most KL a bit (the lower convex hull of each layer's choices)
-    3  whole     the model after so many steps is measured, and the number of steps is bisected
+  1  single    every layer alone in its smallest format: the KL of the dense model to it, on
+               calibration tokens, from its own block on. Larger formats scale it by the squared
+               error of the layer's output.
+  2  order     from all layers in their smallest format, steps to larger ones, those first that
+               save most KL a bit (the lower convex hull of each layer's choices)
+  3  whole     the model after so many steps is measured, and the number of steps is bisected
 
 Errors of single layers add up nearly (on SmolLM2 0.67 for a whole of 0.63), so they give the order;
 only measurements of the whole model are reported, in the formats' own arithmetic.
@@ -95,8 +95,8 @@ class _Choice:
 
 
 class _Step(NamedTuple):
-    """A layer's step from choice `number` of its hull to the next. slope: the change of the KL a
-    byte, the order of steps."""
+    """A layer's step from choice `number` of its hull to the next. slope: KL change a byte, the
+    order of steps."""
 
     slope: float
     layer: str
@@ -110,7 +110,7 @@ def allocate(
     calibration: Calibration,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Allocation:
-    """Choose the format of every linear layer of a dense model, which stays as it is.
+    """Choose the format of every linear layer of a dense model, which stays unchanged.
 
     on_progress(done, total) counts layers. ValueError as by `blockwise.check_dense`, and for an
     unreachable budget.
@@ -262,7 +262,7 @@ class _Search:
         return self._fewest(max_steps, budget.max_kl)
 
     def _fewest(self, few: int, max_kl: float) -> int:
-        """Return the fewest steps that meet `max_kl`, to FINE_BITS, by a bisection that begins where
+        """Return the fewest steps that meet `max_kl`, to FINE_BITS, by a bisection. It begins where
         the sum of layers' KLs, scaled as last measured, predicts the answer. few: enough steps."""
         summed_kl = [
             sum(choice.kl for choice in self._chosen(steps).values()) for steps in range(few + 1)
@@ -322,7 +322,7 @@ class Reference:
 
     @torch.no_grad()
     def kl(self) -> float:
-        """Return the KL of the dense model to the current one, in its formats' arithmetic."""
+        """The KL of the dense model to the current one, in its formats' arithmetic."""
         weights = [(linear, linear.weight) for _, linear in self.model.linears()]
         with multiplying(
             *((linear, weight) for linear, weight in weights if isinstance(weight, QTensor))

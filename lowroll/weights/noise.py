@@ -1,10 +1,10 @@
 """Adaptive quantization noise (QeRL, section 3.3): exploration by seeded Gaussian noise on the
 engine's norm weights.
 
-    w' = w + z,    z ~ N(0, sigma^2) a channel,    fresh at every publication, on the clean weights of that version
+    w' = w + z,    z ~ N(0, sigma^2) a channel,    fresh at every publication, on that version's weights
 
-in the input and post-attention norms: the noise multiplies the columns of q, k, v, gate and up by
-1 + z / w, in every weight format. The engine keeps these norms in float32: in bfloat16 a sigma below
+in the input and post-attention norms: the noise multiplies the columns of q, k, v, gate and up by 1
++ z / w, in every weight format. The engine keeps these norms in float32: in bfloat16 a sigma below
 5e-4 would not change a weight of size 1. Norms that carry an s of update-aware scaling
 (`model.scaling`) get s z, which leaves the noisy policy the same.
 
@@ -17,7 +17,7 @@ sigma falls in stages, sigma_0 = sigma_start to sigma_{n-1} = sigma_end, with p 
 
 and the run is cut into equal intervals, the first without noise. Variant `code` (QeRL's program,
 and Surogate's): num_stages intervals with n = num_stages - 1; `paper` (Eq. 8): n = num_stages
-values after the first interval. The interval of step t of T is floor(t K / T), in whole numbers.
+values after the first interval. The interval of step t of T is floor(t K / T).
 
 A draw is a function of (seed, version, norm). The learner uses clean norms, unless `share` gives it
 the noisy ones.
@@ -79,7 +79,7 @@ class NoiseSchedule:
 
     @property
     def sigmas(self) -> list[float]:
-        """The sigma of every interval, 0 of the first."""
+        """The sigma of every interval."""
         n = self.num_stages if self.variant == "paper" else max(1, self.num_stages - 1)
         return [0.0, *(self._stage(i, n) for i in range(n))]
 

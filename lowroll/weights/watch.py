@@ -9,8 +9,8 @@ over all linear weights, for a copy of them and of the engine's codes. Codes are
 their scales: where a group's scale doubles and its codes halve (MXFP4), all have flipped although
 the values stayed.
 
-Under LoRA the engine adds the adapter unquantized: only Eq. 13 is measured, on base + (alpha / r)
-B A, for a copy of the adapter.
+Under LoRA only Eq. 13 is measured, on base + (alpha / r) B A, for a copy of the adapter, which the
+engine adds unquantized.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class WeightWatch:
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
-        """Return `weights/*` since the last call; called after `publish`."""
+        """Return `weights/*` since the last call. Call it after `publish`."""
         changes, sizes, errors, sizes_after = _Norms(), _Norms(), _Norms(), _Norms()
         num_changed: list[Tensor] = []
         for (master_linear, engine_weight), (before, codes_before) in zip(
@@ -123,7 +123,7 @@ def _dense_weight(weight: object) -> Tensor:
 
 
 class _Norms:
-    """Norms of matrices, on their device: nothing waits for them until their squares are summed."""
+    """Norms of matrices, on their device, which it waits for only when their squares are summed."""
 
     def __init__(self) -> None:
         self.norms: list[Tensor] = []

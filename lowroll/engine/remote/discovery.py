@@ -1,6 +1,6 @@
 """Discovery of engines by a DNS name, which is resolved periodically.
 
-A new address is a new engine; one that is not listed any more gets no new requests. A failed query
+A new address is a new engine; one that is no longer listed gets no new requests. A failed query
 changes nothing.
 """
 

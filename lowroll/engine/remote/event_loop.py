@@ -24,8 +24,7 @@ class LoopStalled(Exception):
 
 
 class CappedClock(selectors.DefaultSelector):
-    """The selector of a loop, which counts its time: the loop's work and its waits, each cut to its
-    limit."""
+    """The selector of a loop, which counts its time: work and waits, each cut to its limit."""
 
     def __init__(self, turn_s: float, clock: Clock = time.monotonic) -> None:
         super().__init__()
@@ -47,7 +46,6 @@ class CappedClock(selectors.DefaultSelector):
         return self._counted + min(self._clock() - self._since, self._turn_s)
 
     def _count(self, most: float) -> None:
-        """Add the seconds since the last call to the time, `most` at most."""
         now = self._clock()
         self._counted += min(now - self._since, most)
         self._since = now
@@ -90,8 +88,8 @@ class LoopThread:
         deadline_s: float,
         alive: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Return a coroutine's result. LoopStalled when it has none MARGIN after the deadline, which
-        it keeps itself. alive: called meanwhile; an exception in it ends the wait."""
+        """Return a coroutine's result. LoopStalled when it has none MARGIN after the deadline,
+        which it keeps itself. alive: called meanwhile; an exception in it ends the wait."""
         future = self.begin(work)
         end = time.monotonic() + deadline_s + MARGIN
         try:

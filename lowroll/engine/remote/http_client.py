@@ -56,7 +56,7 @@ class HttpClient:
     """An address and its token, for one event loop.
 
     concurrency: requests open at once; deadlines begin when one may open. lost: returns why the
-    server has ended, where that is known.
+    server has ended, if known.
     """
 
     def __init__(
@@ -111,7 +111,8 @@ class HttpClient:
                 task.cancel()
 
     async def body(self, call: HttpCall, on_line: Callable[[bytes], None] | None = None) -> bytes:
-        """Return the bytes of an answer; pass `on_line` each line as it comes, and return b""."""
+        """Return the bytes of an answer; with `on_line`, pass it each line as it comes, and return
+        b""."""
         async with self._turns:
             try:
                 async with asyncio.timeout(call.deadline_s):
@@ -120,8 +121,8 @@ class HttpClient:
                 raise self._late(call) from None
 
     async def _tries(self, call: HttpCall, on_line: Callable[[bytes], None] | None) -> bytes:
-        """Return the body of an answer, tried again where the call allows it and the server was busy
-        or not reachable. ServerError of the last try."""
+        """Retry where the call allows it and the server was busy or not reachable. ServerError of
+        the last try."""
         pause = PAUSE
         tries_left = TRIES if call.again else 1
         while True:
@@ -155,8 +156,7 @@ class HttpClient:
             return await _read_body(response, call, on_line)
 
     async def _explained(self, error: ServerError) -> ServerError:
-        """Return the error with the reason why the server has ended: its process takes a moment to
-        exit."""
+        """Return the error with the reason why the server has ended, once its process has exited."""
         if self._lost is None or (error.status is not None and error.status < 500):
             return error
         for _ in range(DYING):
@@ -186,7 +186,6 @@ def _split_url(url: str) -> tuple[str | None, str]:
 
 
 async def _read_start(response: aiohttp.ClientResponse, most: int) -> bytes:
-    """Read the body, and cut it after `most` bytes."""
     buffer = bytearray()
     async for chunk in response.content.iter_any():
         buffer += chunk
@@ -199,7 +198,7 @@ async def _read_body(
     response: aiohttp.ClientResponse, call: HttpCall, on_line: Callable[[bytes], None] | None
 ) -> bytes:
     """Return the body, or pass its lines to `on_line`. ServerError above `most_bytes`."""
-    buffer = bytearray()  # the whole body, or the line that has not ended yet
+    buffer = bytearray()  # the whole body, or the unfinished line
     num_bytes = 0
     async for chunk in response.content.iter_any():
         buffer += chunk

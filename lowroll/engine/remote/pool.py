@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lowroll.quant.formats import QTensor
     from lowroll.weights.sync.update import WeightUpdate
 
-TURNS = 10  # iterations of its loop that an engine has at least to answer a heartbeat
+TURNS = 10  # least iterations of its loop that an engine has to answer a heartbeat
 TURN = 0.25  # seconds that a step waits for an answer
 
 
@@ -203,8 +203,7 @@ class EnginePool:
         return groups
 
     def abort(self, handle: int) -> bool:
-        """Abort a request, whose group comes back with finish reason "abort". Return False if it had
-        ended."""
+        """Abort a request, whose group ends with reason "abort". Return False if it had ended."""
         entry = self._requests.get(handle)
         if entry is None or entry.ended or entry.aborted:
             return False
@@ -213,7 +212,7 @@ class EnginePool:
         return True
 
     def so_far(self, handle: int) -> list[PartialSample]:
-        """Return the tokens read of each sample: none without `stream`. [] after its group was
+        """Return the tokens read of each sample: none without `stream`, [] after its group was
         returned."""
         entry = self._requests.get(handle)
         return [] if entry is None else self._replicas.router.so_far(entry)
@@ -222,7 +221,7 @@ class EnginePool:
         self, requests: list[Request], on_progress: Callable[[int, int], None] | None = None
     ) -> list[Group]:
         """Return the groups of requests, in their order; an error aborts them all. on_progress:
-        receives how many have ended, and their number."""
+        receives the numbers of ended and of all requests."""
         for i, request in enumerate(requests):
             self.server.check(request, f"requests[{i}].")
         entries = [self._requests.add(request) for request in requests]
@@ -264,8 +263,8 @@ class EnginePool:
         top: int,
         temperature: float = 1.0,
     ) -> list[Ranked]:
-        """Return the log-probs of each sequence after its prompt, and the `top` likeliest tokens at
-        each position. ValueError for a sequence or temperature that the server does not score."""
+        """Return the log-probs of each response with the `top` likeliest tokens. ValueError for a
+        sequence or temperature that the server does not score."""
         server, seconds = self._replicas.ready(), self.options.timeout_s
         length = server.capabilities.context_length
         check_sequences(sequences, prompt_lens, length, server.vocab_size)
@@ -285,14 +284,16 @@ class EnginePool:
     def update(
         self, broadcast: Broadcast, superseded: Callable[[], bool] = lambda: False
     ) -> BehaviorTag:
-        """Have every engine draw from a broadcast; what is in flight goes on, and its spans say so.
+        """Have every engine draw from a broadcast; what is in flight continues, as its spans
+        record.
 
         Return when all have acknowledged the same version and digest, or when one has and the
-        others have had as long again: those get no new requests before they have it. A version that
-        is not newer than the last one replaces it, and what is in flight is drawn again.
-        superseded: returns whether a newer version exists. `versions.Superseded` when it does and an
-        engine does not find this one; ServerError when no engine takes it, or they hold different
-        weights.
+        others had as long again: those get no new requests before they have it. A version that is
+        not newer than the last one replaces it, and what is in flight is drawn again.
+
+        superseded: returns whether a newer version exists. `versions.Superseded` when it does and
+        an engine does not find this one; ServerError when no engine takes it, or their weights
+        differ.
         """
         options = self.options
         deadline_s = options.update_s + options.silent_s + options.start_s

@@ -1,7 +1,7 @@
 """A request as a body of /v1/completions, and the answer as rollouts, by token ids alone.
 
-lowroll's own server packs the tokens and log-probs of a sample as two strings: lists of numbers cost
-both sides ten times as much.
+lowroll's own server packs the tokens and log-probs of a sample as two strings: lists of numbers
+cost both sides ten times as much.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ ALL = 0.999  # mass of a whole distribution, up to rounding
 
 
 def body_of(request: Request, model: str, *, seed: int, stop_ids: list[int]) -> dict[str, Any]:
-    """Return the request body, with every sampler setting: a server fills others from a file of the
-    model. stop_ids: the model's own included."""
+    """Return the request body, with every sampler setting: a server fills missing ones from a file
+    of the model. stop_ids: the model's own included."""
     return {
         "model": model,
         "prompt": list(request.prompt_ids),
@@ -87,12 +87,12 @@ class ArrivingSample:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    stated: Any = None  # the origin that lowroll's server states for the sample
+    stated: Any = None  # the origin that lowroll's server states
     given_up: bool = False  # aborted before the answer was complete
 
     def read(self) -> tuple[list[int], list[float], list[list[tuple[int, float]]]]:
-        """Return copies of ids, log-probs and likeliest tokens, equally many: another thread may
-        append."""
+        """Return equally long copies of ids, log-probs and likeliest tokens, since another thread
+        may append."""
         logprobs = list(self.logprobs)
         return self.token_ids[: len(logprobs)], logprobs, self.top_logprobs[: len(logprobs)]
 
@@ -251,8 +251,8 @@ class ResponseAssembler:
 
     def _top(self, index: int, rows: Any, count: int) -> list[list[tuple[int, float]]]:
         """Return the (id, log-prob) pairs of the likeliest tokens at each of `count` positions,
-        largest first: fewer than were asked for where no more can be drawn. rows: one object a
-        position, {"token_id:5": -0.1, ...}: two ids may have one text."""
+        largest first. rows: {"token_id:5": -0.1, ...} for each position, since two ids may have one
+        text."""
         num_top = self.request.top_logprobs
         try:
             tops = [_drawable_pairs(entries) for entries in rows or []]
@@ -291,7 +291,7 @@ class TokenScore(NamedTuple):
 
 def prompt_logprobs(answer: Any, ids: list[int], what: str) -> list[dict[int, TokenScore]]:
     """Parse the `prompt_logprobs` of an answer: for each of ids[1:] the scores of tokens at its
-    position by id, itself among them. ServerError for an invalid answer."""
+    position, itself among them, by id. ServerError for an invalid answer."""
     try:
         positions = answer["choices"][0]["prompt_logprobs"]
         scores_by_position = [_parse_scores(entries) for entries in positions[1:]]
@@ -333,7 +333,6 @@ def ranked(answer: Any, call: HttpCall, prompt_len: int, top: int) -> Ranked:
 
 
 def _likeliest(scores: dict[int, TokenScore], top: int) -> list[tuple[int, float]]:
-    """Return the (id, log-prob) pairs of the tokens of rank 1 to `top`, by rank."""
     entries = [(score.rank, token, score.logprob) for token, score in scores.items()]
     by_rank = sorted(entry for entry in entries if entry[0] <= top)
     return [(token, logprob) for _, token, logprob in by_rank[:top]]

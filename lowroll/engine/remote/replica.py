@@ -2,7 +2,7 @@
 
 A replica connects, loads the newest weights, proves that it computes what the others do (`verify`),
 and works. It is evicted when it is silent, dead or stuck, or contradicts itself: its requests go to
-others, and it connects again after a pause that doubles while another works.
+others, and it reconnects after a pause that doubles while another works.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HEARTBEATS = 6  # in `silent_s`
 HEARTBEATS_BEFORE_EVICTION = 4  # without an answer
 ONCE_MORE_S = 0.2  # before an unreachable engine is probed again
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0  # seconds between two attempts to connect
-FLAPS_S = 600.0  # in which evictions count: the pause doubles with each
+FLAPS_S = 600.0  # window of evictions that double the pause
 LONGEST_AWAY = 60.0  # seconds of that pause
 OURS = 16  # connections in addition to those of requests
 REFUSED = (401, 403, 404)  # statuses that waiting does not change
@@ -52,14 +52,15 @@ class PoolOptions:
     """The settings that all engines of a pool share. Times are in seconds.
 
     admin_token: of control routes. connect: default `connect_server`. lost: returns why the
-    engine's process has ended, where that is known.
+    engine's process has ended, if known.
     """
 
     token: str | None = field(default=None, repr=False)
     admin_token: str | None = field(default=None, repr=False)
-    model: str | None = None  # that all must serve, unless `check_model` is off
+    model: str | None = None  # that all must serve, if `check_model`
     check_model: bool = True
-    folder: Path | None = None  # of the model, where a vLLM's own name of it does not lead there
+    # of the model, where the name that a vLLM states does not lead there
+    folder: Path | None = None
     concurrency: int = 256  # requests open at one engine
     timeout_s: float = 1200.0  # of one request at one engine
     silent_s: float = 30.0  # longest time that a silent engine keeps its requests
@@ -69,8 +70,7 @@ class PoolOptions:
     in_flight: InFlight = "keep"  # "replay" needs lowroll's own engines
     # read tokens as they are drawn, for `so_far` and aborted requests: an event a token
     stream: bool = False
-    # the first error is raised and aborts all; nothing is retried, watched, or checked against the
-    # pool's versions
+    # the first error is raised and aborts all, without retries, heartbeats and checks of versions
     fail_fast: bool = False
     connect: Connect | None = None
     lost: Callable[[], str | None] | None = None
@@ -84,9 +84,9 @@ class PoolOptions:
 class ReplicaCounts:
     requests: int = 0
     tokens: int = 0  # of those answers
-    retries: int = 0  # that it lost, or was too busy for
-    handed_over: int = 0  # taken from it when it was evicted
-    refused: int = 0  # answers that were inconsistent
+    retries: int = 0  # requests that it lost, or was too busy for
+    handed_over: int = 0  # requests taken from it at an eviction
+    refused: int = 0  # inconsistent answers
     late: int = 0  # answers that came after another attempt's
     evicted: int = 0
 
@@ -98,7 +98,7 @@ class QueuedRequest:
     attempt: int = 0
     failures: int = 0
     losses: int = 0
-    busy_since: float = 0.0  # start of the time that its engines have been busy
+    busy_since: float = 0.0  # since when its engines have been busy
     avoid: set[str] = field(default_factory=set)  # engines that failed it
     aborted: bool = False
     ended: bool = False
@@ -117,8 +117,8 @@ class InFlightRequest:
 
 
 class EngineActivity:
-    """The times, on the pool's clock, at which an engine last answered, drew a token for us or had
-    nothing to draw, and knew of all our requests. tokens: its counter of drawn ones."""
+    """The times at which an engine last answered, drew a token for us or had nothing to draw, and
+    knew of all our requests."""
 
     def __init__(self, now: float, tokens: int = -1) -> None:
         self.heard_at = self.drew_at = self.knew_at = now
@@ -179,8 +179,8 @@ async def _resume_if_paused(server: EngineServer, options: PoolOptions) -> None:
 
 
 class Replica:
-    """An engine and its health, on the pool's loop alone. named: one that does not fit ends the
-    run, because the configuration names it."""
+    """An engine and its health, on the pool's loop alone. named: the configuration names it, so it
+    ends the run if it does not fit."""
 
     def __init__(
         self, url: str, owner: ReplicaOwner, options: PoolOptions, *, named: bool = True
@@ -240,7 +240,7 @@ class Replica:
 
     @property
     def met_server(self) -> EngineServer:
-        """The client of its server, to which it has connected once."""
+        """The client of its server, once it has connected."""
         assert self.server is not None
         return self.server
 
@@ -285,8 +285,8 @@ class Replica:
     # -- its life ----------------------------------------------------------------------------------
 
     async def connect(self) -> None:
-        """Connect, check the server, and begin to take requests. ServerError when it does not answer
-        or computes with other weights, ValueError when it will never fit."""
+        """Connect, check the server, and begin to take requests. ServerError when it does not
+        answer or computes with other weights, ValueError when it will never fit."""
         options = self.options
         self._why = None
         server = self.server = await (options.connect or connect_server)(self.http, options)
@@ -319,12 +319,12 @@ class Replica:
             if was_settled and self.held is not None and self.held == versions.held:
                 break
             if not was_settled and versions.broadcasting:
-                # the engines that work decide which digest is right
+                # the working engines decide which digest is right
                 await happens_within(versions.settled, self.options.update_s)
                 continue
             held_policy = await self.take(newest)
             if newest is not versions.newest:
-                continue  # a newer broadcast came meanwhile
+                continue
             if not was_settled and not versions.settled.is_set():
                 versions.settle(held_policy)  # no other engine works: this one decides
             elif was_settled and held_policy != versions.held:

@@ -62,8 +62,8 @@ class PoolReport:
 
 
 class ReplicaSet:
-    """The engines of a pool, on the pool's loop alone. answer: receives each request's outcome by its
-    handle; an error with handle -1 ends the run."""
+    """The engines of a pool, on the pool's loop alone. answer: receives each request's outcome by
+    its handle; an error with handle -1 ends the run."""
 
     def __init__(
         self, options: PoolOptions, answer: Callable[[int, Group | Exception], None]
@@ -80,13 +80,13 @@ class ReplicaSet:
         )
         self._watch_tasks: dict[Replica, asyncio.Task[None]] = {}
         self._facts: tuple[str, dict[str, Any]] | None = None  # of the first, by its address
-        self._removed_counts = ReplicaCounts()  # summed over engines that were removed
+        self._removed_counts = ReplicaCounts()  # of removed engines
 
     # -- for the pool ------------------------------------------------------------------------------
 
     async def begin(self, urls: Sequence[str]) -> None:
-        """Connect to engines: at once with `fail_fast`, which raises their errors, else in tasks
-        that watch them. ValueError for one that is named twice."""
+        """Connect to engines: at once with `fail_fast`, which raises their errors, else in watching
+        tasks. ValueError for one that is named twice."""
         for url in urls:
             replica = Replica(url.rstrip("/").removesuffix("/v1"), self, self.options)
             if any(replica.url == other.url for other in self.replicas):
@@ -101,7 +101,7 @@ class ReplicaSet:
 
     async def until_ready(self, is_over: Callable[[], bool]) -> None:
         """Wait until one engine works and, for a moment, until the others were tried. is_over:
-        returns whether the wait ends because one does not fit. ServerError after `start_s`."""
+        returns whether one does not fit. ServerError after `start_s`."""
         loop, start_s = asyncio.get_running_loop(), self.options.start_s
         warning_timer = loop.call_later(self.options.silent_s, self._warn_late)
         try:
@@ -120,7 +120,7 @@ class ReplicaSet:
         await asyncio.gather(*(happens_within(replica.tried, seconds) for replica in self.replicas))
 
     def meet(self, urls: Sequence[str]) -> None:
-        """Connect to new engines; those that are not listed any more get no new requests."""
+        """Connect to new engines; those that are no longer listed get no new requests."""
         for replica in self.replicas:
             if not replica.named:
                 replica.leaving = replica.url not in urls

@@ -42,10 +42,10 @@ class EngineServer(ABC):
     capabilities: Capabilities
     behavior: BehaviorTag  # of the next request
     model: str  # the name that the next request is sent to
-    root: str  # the stated folder or hub id of the model, else the model's name
+    root: str  # the stated folder or hub id of the model, else its name
     vocab_size: int
     weight_bits: float
-    cache_tokens: int = 0  # that the KV cache holds, where the server states it here
+    cache_tokens: int = 0  # of the KV cache, if known
     in_flight: bool = True
     scores: bool = True
     held: HeldPolicy | None = None  # the policy that it stated at the start, if any

@@ -1,14 +1,14 @@
 """Checks of an engine's weights by the log-probs of a few tokens, against what the engine does not
-know: bad memory, a model that was read wrongly, a vLLM that kept its old weights.
+know: bad memory, a misread model, a vLLM that kept its old weights.
 
 An engine that joins a pool has to agree with one that works (`check_canary`). A run's vLLM is
 compared with the learner after an update (`Verifier`):
 
- 1. distance    is the engine near the learner? The bound allows for the rounding of formats.
- 2. movement    with d the learner's change since a reference and m the engine's, the share
-                <m, d> / <d, d> is 1 when updates arrive and 0 when they do not. A stale policy
-                passes (1) when steps are small. It is asked once d stands out of the distance;
-                until then the reference stays, and steps add up.
+1. distance    is the engine near the learner? The bound allows for the rounding of formats.
+2. movement    with d the learner's change since a reference and m the engine's, the share
+               <m, d> / <d, d> is 1 when updates arrive and 0 when they do not. A stale policy
+               passes (1) when steps are small. It is judged once d exceeds the distance clearly;
+               until then the reference stays, and steps add up.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Verifier:
             self._reference = pair
 
     def _check_movement(self, before: _LogprobPair, now: _LogprobPair, version: int) -> bool:
-        """Return whether the learner has moved enough to be compared. NotArrived when the engine has
-        not moved with it."""
+        """Return whether the learner has moved enough to be compared. NotArrived when the engine
+        has not moved with it."""
         learner_change = _differences(now.learner, before.learner)
         engine_change = _differences(now.engine, before.engine)
         noise = before.apart
@@ -115,7 +115,6 @@ def text(vocab_size: int, context_length: int) -> list[int]:
 
 
 def distance(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return the root mean square of the differences, in nats a token."""
     return math.dist(a, b) / math.sqrt(len(a))
 
 

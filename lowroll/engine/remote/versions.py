@@ -22,7 +22,7 @@ class PolicyVersions:
     """The versions of the policy in a pool, on the pool's loop alone.
 
     newest: what every engine takes before it works; None before the first broadcast. settled: set
-    while no version is being agreed on. broadcasting: a broadcast is under way.
+    while no version is being agreed on.
     """
 
     def __init__(self) -> None:
@@ -34,8 +34,8 @@ class PolicyVersions:
         self._agreed: dict[int, frozenset[str]] = {}
 
     def begin(self, broadcast: Broadcast) -> bool:
-        """Begin a broadcast, which ends the agreement on versions that are not older. Return whether
-        there was one: what is in flight must be drawn again."""
+        """Begin a broadcast, which ends the agreement on versions that are not older. Return
+        whether there was one: then what is in flight must be drawn again."""
         is_replacement = self.held is not None and broadcast.version <= self.held.version
         self._agreed = {
             version: digests
@@ -54,8 +54,8 @@ class PolicyVersions:
         self.settled.set()
 
     def problem(self, group: Group, sent: int) -> str | None:
-        """Return what is wrong with the versions that drew a group: one goes back, or was not agreed
-        on. sent: the one that its engine had acknowledged before."""
+        """Return what is wrong with the versions that drew a group: one goes back, or was not
+        agreed on. sent: the version that its engine had acknowledged before."""
         for i, rollout in enumerate(group.rollouts):
             last_version = sent
             for span in rollout.behavior.policy:
@@ -70,7 +70,8 @@ class PolicyVersions:
 
 
 def agreed(acknowledged: Mapping[str, HeldPolicy]) -> HeldPolicy:
-    """Return the policy that most engines, by address, acknowledge. ServerError for a tie."""
+    """Return the policy that most engines acknowledge. acknowledged: by address. ServerError for a
+    tie."""
     (most_held, most), *others = Counter(acknowledged.values()).most_common()
     if others and others[0][1] == most:
         statements = "; ".join(

@@ -49,8 +49,8 @@ ADAPTERS_TOGETHER = 2  # two versions, while the older one's requests end
 class VllmEngine(EnginePool):
     """A pool of one vLLM. Made by `start` or `attach`.
 
-    verify: log-probs of ids[1:] under the learner; default those of the update's own model, if it is
-    in this process. bound: the engine's largest accepted distance from them, in nats.
+    verify: log-probs of ids[1:] under the learner; default those of the update's own model, if it
+    is in this process. bound: the engine's largest accepted distance from them, in nats.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class VllmEngine(EnginePool):
         dtype: default the folder's. gpu_memory: share of each GPU. lora_rank: the policy is an
         adapter of at most this rank. way: of full updates; None takes none. arguments: more options
         of `vllm serve`. tell: receives lines about the start. options: as of the class; exchange:
-        where weights are laid. Log, socket and exchange are temporary by default. EngineLost, with
+        the folder of weights. Log, socket and exchange are temporary by default. EngineLost, with
         the last error of its log, when it is not ready within start_s.
         """
         from lowroll.engine.remote.vllm_folders import linear_names, served
@@ -181,8 +181,8 @@ class VllmEngine(EnginePool):
 
     @classmethod
     def attach(cls, url: str, folder: str | Path | None = None, **options: Any) -> VllmEngine:
-        """Attach to a running vLLM, at a URL or a Unix socket (`unix:/path`), which goes on when
-        this engine is closed.
+        """Attach to a running vLLM, at a URL or a Unix socket (`unix:/path`), which outlives this
+        engine.
 
         folder: of its model, readable here; default what it states. options: as of the class, with
         lora_rank and way as of `start`; exchange has the same path on its machine. ValueError names
@@ -229,7 +229,7 @@ class VllmEngine(EnginePool):
 
         Requests in flight keep their adapter; a full update waits for their end. ValueError, before
         anything is sent, names what does not fit. NotArrived when vLLM does not draw from these
-        weights. After a failed update no request may follow, and a full one leaves vLLM paused.
+        weights. After a failed update send no request; a full one leaves vLLM paused.
         """
         if in_flight == "replay":
             raise ValueError("in_flight: a vLLM replays nothing")

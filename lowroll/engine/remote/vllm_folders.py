@@ -1,6 +1,5 @@
 """The folders of a vLLM: the facts about its model, and weight updates, each in a new place. A
-missing or half-written one kills vLLM's engine, so they appear whole.
-"""
+missing or half-written one kills vLLM's engine, so they appear whole."""
 
 from __future__ import annotations
 
@@ -50,8 +49,8 @@ def linear_names(folder: Path) -> tuple[str, ...]:
 
 
 def write_adapter(update: WeightUpdate, folder: Path, base: Path) -> Path:
-    """Write the adapter of an update as a new folder. ValueError as of `check_content`, and for names
-    that are no adapter's."""
+    """Write the adapter of an update as a new folder. ValueError as of `check_content`, and for
+    names that are no adapter's."""
     if update.lora_alpha is None:
         raise ValueError("update: lora_alpha: an adapter's update states it")
     tensors = dict(update.tensors())

@@ -1,5 +1,5 @@
-"""A probe of the vLLM at an address. Its features are read from its own description
-(/openapi.json) and its answers, not from its version, which is 0.20 or newer."""
+"""A probe of the vLLM at an address. Its features are read from its own description (/openapi.json)
+and its answers, not from its version, which is 0.20 or newer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ProbedVllm:
     paths: frozenset[str]
     processed: bool  # log-probs are of the distribution that it draws from
     cpu: bool | None  # it computes on a CPU; None: unknown
-    lora: bool  # it was started with LoRA, and adapters may be loaded while it runs
+    lora: bool  # adapters may be loaded while it runs
 
     @property
     def shown(self) -> str:
@@ -70,7 +70,7 @@ class ProbedVllm:
         """Raise ValueError when it takes no whole models, or does not serve `paths`. tied: the head
         of its model is the embedding."""
         self.needs("updates of all weights", *RELOAD, *paths)
-        if tied and self.cpu is not False:  # None: it may be on a CPU
+        if tied and self.cpu is not False:
             raise ValueError(
                 f"updates of all weights: on a CPU {self.shown} keeps the old head of a model with "
                 f"tied embeddings, without a word; roll out an adapter (lora_rank), or use "

@@ -1,6 +1,6 @@
-"""A vLLM server as a child, in a process group of its own. It has a Unix socket in a private folder,
-because its control routes (`VLLM_SERVER_DEV_MODE`) need no token: on loopback every user of the
-machine could call them."""
+"""A vLLM server as a child, in a process group of its own. It has a Unix socket in a private
+folder, because its control routes (`VLLM_SERVER_DEV_MODE`) need no token: on loopback every user of
+the machine could call them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lowroll.types import printable
 
 REAPER = Path(__file__).with_name("vllm_reaper.py")
 ENDING = 15.0  # seconds: the reaper's grace with a margin
-TELLING = 15.0  # seconds between two lines about a start, which takes a minute or more
+TELLING = 15.0  # seconds between two lines about a start
 PASSED = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "HF_HOME", "XDG_CACHE_HOME", "OMP_NUM_THREADS")
 PREFIXES = ("VLLM_", "NCCL_", "TRITON_", "TORCH")
 ALWAYS = {  # the routes that updates and pauses need, and no telemetry
@@ -34,7 +34,7 @@ ALWAYS = {  # the routes that updates and pauses need, and no telemetry
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
     "HF_HUB_OFFLINE": "1",
 }
-UNLESS_SET = {  # for the CPU, but for the last: it cannot return processed log-probs
+UNLESS_SET = {  # for the CPU; but the last: it cannot return processed log-probs
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -44,8 +44,8 @@ UNLESS_SET = {  # for the CPU, but for the last: it cannot return processed log-
 class VllmProcess:
     """A vLLM. arguments: of `vllm serve`, without an address. python: default LOWROLL_VLLM_PYTHON,
     or this one. site: the folder of an unpacked vLLM; default LOWROLL_VLLM_PATH. devices: its
-    CUDA_VISIBLE_DEVICES. log: appended to, and kept. folder: of its socket, removed with it; default
-    a temporary one. ValueError when it does not start."""
+    CUDA_VISIBLE_DEVICES. log: appended to, and kept. folder: of its socket, removed with it;
+    default a temporary one. ValueError when it does not start."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""A client of a vLLM server. It adapts, or refuses by name, where vLLM differs from lowroll's engine
-(docs/vllm.md)."""
+"""A client of a vLLM server. It adapts, or refuses by name, where vLLM differs from lowroll's
+engine (docs/vllm.md)."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class ServedModel:
 
 
 class VllmServer(EngineServer):
-    """A vLLM. kind: of the updates that it takes as a stream. updates_in_flight: requests go on
-    while it takes weights."""
+    """A vLLM. kind: of the updates that it takes as a stream. updates_in_flight: requests continue
+    meanwhile."""
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class VllmServer(EngineServer):
             await self.load_adapter(name, broadcast.path.resolve(), deadline_s)
         self.model = name
         for old_name in loaded_names - in_use - {name}:
-            with suppress(ServerError):  # it may be gone
+            with suppress(ServerError):
                 await self.unload_adapter(old_name, deadline_s)
 
     async def _loaded_adapters(self) -> set[str]:
@@ -272,8 +272,8 @@ def model_folder(url: str, named: str | Path) -> Path:
 
 
 def read_served(folder: Path) -> ServedModel:
-    """Read the facts about a served model from its folder, without torch and for models that lowroll
-    does not compute. ValueError names the folder and what is wrong."""
+    """Read the facts about a served model from its folder, without torch and for models that
+    lowroll does not compute. ValueError names the folder and what is wrong."""
     try:
         return _read_served(folder)
     except ValueError as error:

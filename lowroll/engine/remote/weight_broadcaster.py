@@ -21,8 +21,8 @@ GONE = 409  # the status of an engine that does not find the version any more
 
 
 class WeightBroadcaster:
-    """A broadcaster, on the pool's loop alone. dispatch: called when an engine can draw again. told:
-    returns what is wrong with each engine."""
+    """A broadcaster, on the pool's loop alone. dispatch: called when an engine can draw again.
+    told: returns what is wrong with each engine."""
 
     def __init__(
         self,
@@ -92,9 +92,8 @@ class WeightBroadcaster:
     async def _send(
         self, ready: list[Replica], broadcast: Broadcast, superseded: Callable[[], bool]
     ) -> tuple[dict[Replica, HeldPolicy], bool]:
-        """Have all engines take the version. Return the policy that each acknowledges, and whether a
-        newer version replaced this one. Those that need more than twice the time of the first finish
-        in the background."""
+        """Have all engines take the version. Return the policy that each acknowledges, and whether
+        a newer version replaced this one."""
         loop = asyncio.get_running_loop()
         replicas_by_task = {
             asyncio.ensure_future(replica.take(broadcast)): replica for replica in ready

@@ -1,4 +1,4 @@
-"""Published weights as their readers see them: a folder a version.
+"""Published weights as their readers see them: one folder for each version.
 
     broadcasts/step_000007/    as `checkpoint.publish` leaves it, with its MANIFEST.json
                step_000007/STABLE    JSON: version, attempt, kind, manifest_digest, noise
@@ -48,8 +48,8 @@ class Gap(ValueError):
 
 @dataclass(frozen=True)
 class Broadcast:
-    """The weights of a version. noise: {"seed", "sigma"} for the engine's norms, or None. since: the
-    base version of `codes`. way: how the tensors travel; "filesystem": in the folder."""
+    """The weights of a version. noise: {"seed", "sigma"} for the engine's norms, or None. since:
+    the base version of `codes`. way: how the tensors travel; "filesystem": in the folder."""
 
     version: int
     path: Path
@@ -82,7 +82,7 @@ class Broadcasts:
         return next(filter(None, map(self.at, sorted(numbers, reverse=True))), None)
 
     def at(self, version: int) -> Broadcast | None:
-        """Return the broadcast of a version, or None. `step_000007` goes before `step_7`."""
+        """Return the broadcast of a version, or None. `step_000007` precedes `step_7`."""
         names = (folder_name(version), f"step_{version}")
         return next(filter(None, (broadcast_in(self.folder / name) for name in names)), None)
 

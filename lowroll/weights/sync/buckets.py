@@ -1,7 +1,6 @@
 """Tensors as buckets of bytes, and their transport between devices: by NCCL, by gloo on CPUs, or
 through CUDA IPC on one machine. Buckets are a copy, so the learner continues while engines fetch
-them.
-"""
+them."""
 
 from __future__ import annotations
 
@@ -31,8 +30,6 @@ _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class TensorSlot(NamedTuple):
-    """The position of a tensor in the buckets."""
-
     name: str
     dtype_name: Literal["float32", "bfloat16", "float16"]
     shape: tuple[_Natural, ...]

@@ -1,12 +1,12 @@
-"""Changes of the tensors that an engine holds: all that travels of an aligned learner, whose codes
-are the engine's (`weights.aligned`).
+"""Changes of the tensors that an engine holds: all that an aligned learner sends, whose codes are
+the engine's (`weights.aligned`).
 
     {name}            a tensor whole: a norm that takes noise, or one of which most has changed
     {name}.gaps       int16 [n], read as unsigned: steps between the entries that changed, from -1 on
     {name}.values     [n] their new bits, in the tensor's own dtype
 
-Entries are in row-major order; of packed codes an entry is what is stored. Every 65,535th is
-included, so that no gap is longer. Names are those of `publish.digest`.
+Entries are in row-major order, in storage units of packed codes. Every 65,535th is included, so
+that no gap is longer. Names are those of `publish.digest`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,6 @@ def difference(name: str, old: Tensor, new: Tensor, whole: bool) -> dict[str, Te
 
 
 def _with_every_stride(changed: Tensor) -> Tensor:
-    """Return ascending positions, with every STRIDE-th one up to the last added."""
     num_strides = int(changed[-1]) // STRIDE
     strides = STRIDE * torch.arange(1, num_strides + 1, device=changed.device) - 1
     return torch.cat([changed, strides]).unique()
@@ -176,8 +175,8 @@ def _targets(rollout: Transformer) -> dict[str, Tensor]:
 def _norms(
     stream: Mapping[str, Tensor], targets: Mapping[str, Tensor], names: set[str], model: Transformer
 ) -> dict[str, Tensor]:
-    """Return the norms `names` of a stream, on the devices of their targets. ValueError for one that
-    is missing, or has another shape or dtype."""
+    """Return the norms `names` of a stream, on the devices of their targets. ValueError for one
+    that is missing, or has another shape or dtype."""
     norms: dict[str, Tensor] = {}
     for name in names:
         arrived = stream.get(name)
@@ -190,8 +189,8 @@ def _norms(
 
 
 class _Write(NamedTuple):
-    """The changed entries of a tensor. bits: its storage as a row of integers. at, values: positions
-    in that row, and the new integers there."""
+    """The changed entries of a tensor. bits: its storage as a row of integers. at, values:
+    positions in that row, and the new integers there."""
 
     bits: Tensor
     at: Tensor
@@ -225,8 +224,8 @@ def _writes(stream: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict
 def _changed_entries(
     name: str, keys: Set[str], stream: Mapping[str, Tensor], target: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the positions and values of a tensor's changed entries, on its device. keys: the parts
-    of the stream. ValueError when they do not fit."""
+    """Return the positions and values of a tensor's changed entries. keys: the parts of the stream.
+    ValueError when they do not fit."""
     if keys == {name} and stream[name].shape == target.shape:
         at = torch.arange(target.numel(), device=target.device)
         values = stream[name].flatten()

@@ -80,8 +80,8 @@ _RETIRED = ".retired-"
 
 @dataclass(frozen=True)
 class FolderContent:
-    """The content of a version's folder. write: writes its files. meta: for the manifest. buckets:
-    the tensors that are served and not written. as_files: the same content with them as files."""
+    """The content of a version's folder. meta: for the manifest. buckets: the tensors that are
+    served and not written. as_files: the same content with them as files."""
 
     kind: Kind
     write: Callable[[Path], None]
@@ -171,8 +171,8 @@ class FolderPublisher:
     # -- the content of a version ------------------------------------------------------------------
 
     def _changes(self, version: int) -> FolderContent | None:
-        """Return the changes since the previous version; None when engines do not hold that, and for
-        every FULL_INTERVAL-th."""
+        """Return the changes since the previous version; None when engines do not hold that, and
+        for every FULL_INTERVAL-th."""
         shadow = self.shadow
         if shadow is None or shadow.version != version - 1 or version % FULL_INTERVAL == 0:
             return None
@@ -226,8 +226,8 @@ class FolderPublisher:
     # -- its folder --------------------------------------------------------------------------------
 
     def _write(self, version: int, content: FolderContent, same: bool = False) -> Path:
-        """Write a version's folder and its marker. same: the weights are those of the present folder,
-        as other files. Requires `_lock`."""
+        """Write a version's folder and its marker. same: the weights are those of the present
+        folder, as other files. Requires `_lock`."""
         noise = None
         if self.noise is not None:
             drawn = self.noise.at(version)
@@ -265,8 +265,8 @@ class FolderPublisher:
     def _replace(
         self, dest: Path, write: Callable[[Path], None], meta: dict[str, Any], same: bool
     ) -> bool:
-        """Replace a folder, and retire later versions unless the weights are the same. Return
-        whether the bytes differ; else it stays."""
+        """Replace a folder unless its bytes are the same, and retire later versions unless the
+        weights are. Return whether the bytes differ."""
         candidate = self.folder / f"{_CANDIDATE}{dest.name}"
         publish_folder(candidate, write, meta)
         faultpoint("broadcast.candidate")

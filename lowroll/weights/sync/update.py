@@ -4,11 +4,10 @@ all.
     engine.update_weights(WeightUpdate.local(master, version=3, noise=noise))    in one process
     engine.update_weights(WeightUpdate.local(master, version=3).as_stream())     by another route
 
-A local update also has the learner's model, from which an engine of the same process quantizes
-(`weights.publish`). Every other engine gathers the stream on its device, in the memory of a dense
-model or an adapter, and checks it before its weights change.
-
-The digest covers what travels; that in a BehaviorTag is of the quantized weights.
+From a local update, with the learner's model, an engine of the same process quantizes
+(`weights.publish`). Other engines gather the stream on their device, in the memory of a dense model
+or an adapter, and check it before their weights change. The digest covers what travels; that in a
+BehaviorTag is of the quantized weights.
 """
 
 from __future__ import annotations
@@ -221,7 +220,6 @@ def dense_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def _rank(update: WeightUpdate, max_rank: int) -> int:
-    """Return the rank of a stream's adapter, by its first A. ValueError when it is too high."""
     shapes = (t.shape for name, t in update.tensors() if name.endswith(".lora_A.weight"))
     shape = next(shapes, None)
     rank = max_rank if not shape else shape[0]
@@ -239,9 +237,9 @@ def arrivals(
     device: Device,
     may_lack: Callable[[Set[str], Set[str]], bool] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a stream on a device. wanted: their shapes. may_lack(missing, all): whether
-    a stream may lack tensors. ValueError for one that is unknown, repeated or of another shape or
-    dtype, and at the end for missing ones."""
+    """Yield the tensors of a stream on a device. wanted: their shapes. may_lack(missing, all):
+    whether a stream may lack tensors. ValueError for one that is unknown, repeated or of another
+    shape or dtype, and at the end for missing ones."""
     unseen = set(wanted)
     for name, tensor in update.tensors():
         _check(name, tensor, wanted, unseen)
