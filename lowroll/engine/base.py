@@ -1,8 +1,5 @@
 """The interface of a rollout engine, in this process (`engine.native`) or on a server
-(`engine.remote`).
-
-It includes the orchestrator's smaller `orchestrator.interfaces.EngineClient`.
-"""
+(`engine.remote`). It includes `orchestrator.interfaces.EngineClient`."""
 
 from __future__ import annotations
 
@@ -23,9 +20,9 @@ if TYPE_CHECKING:
     from lowroll.weights.sync.update import WeightUpdate
 
 
-# What happens to samples in flight when the weights change or the cache is freed. "keep": they
-# continue with their older tokens and keys. "replay": they begin again with the same noise and
-# their tokens as drafts (`engine.replay`), and become what the newest weights would have drawn.
+# The fate of samples in flight when the weights change or the cache is freed. "keep": they continue
+# with their older tokens and keys. "replay": they begin again with their tokens as drafts
+# (`engine.replay`), and become what the newest weights would have drawn.
 InFlight = Literal["keep", "replay"]
 
 
@@ -33,17 +30,17 @@ InFlight = Literal["keep", "replay"]
 class Capabilities:
     context_length: int  # prompt and response, in tokens
     updates: frozenset[Kind]  # kinds of streamed weight update that it takes
-    updates_in_flight: bool  # takes new weights while requests run
-    noise: bool  # an update may put noise on the norms
+    updates_in_flight: bool
+    noise: bool  # on the norms
     scores: bool
-    exact_logprobs: bool  # log-probs are after top-k, top-p and penalties
-    sampler: frozenset[str]  # fields of `Request` that it respects
+    exact_logprobs: bool  # after top-k, top-p and penalties
+    sampler: frozenset[str]  # respected fields of `Request`
     kv: CachePolicy = DENSE
     kv_dtype: str | None = None  # of stored keys and values; None: the model's
     records_evictions: bool = False
     replays: bool = False
-    vocab_size: int | None = None  # None: unknown
-    lora_rank: int | None = None  # largest rank of an adapter; 0: takes none; None: unknown
+    vocab_size: int | None = None
+    lora_rank: int | None = None  # largest rank; 0: no adapters; None: unknown
 
     @property
     def kv_policy(self) -> str:
@@ -53,32 +50,31 @@ class Capabilities:
 @dataclass(frozen=True)
 class EngineStats:
     weights: str  # format of the linear weights
-    weight_bits: float  # per weight, with the scales of its group
-    cache_tokens: int  # capacity of the KV cache
+    weight_bits: float  # with the scales of its group
+    cache_tokens: int
     cache_bytes: int = 0
-    policy_bytes: int = 0  # of the cache policy's state and the record of evictions
-    virtual_memory_bytes: int = 0  # of the cache, in memory that torch does not count
-    pages_peak: int = 0  # most pages ever held at once
-    prefix_hits: int = 0  # pages that a request found in the cache
+    policy_bytes: int = 0  # state of the cache policy, and the record of evictions
+    virtual_memory_bytes: int = 0  # of the cache, not counted by torch
+    pages_peak: int = 0  # most pages held at once
+    prefix_hits: int = 0  # in pages
     running: int = 0  # samples that hold pages
     waiting: int = 0  # samples that wait for pages
-    tokens: int = 0  # drawn since the engine was made
-    cache_used: int = 0  # tokens of the cache in pages that requests hold
-    replays: int = 0  # samples replayed to the end of their drafts, or to the first change
-    replayed_tokens: int = 0  # tokens of those drafts
-    kept_tokens: int = 0  # of those, the tokens before the first change
+    tokens: int = 0  # drawn since the start
+    cache_used: int = 0  # tokens in held pages
+    replays: int = 0  # samples replayed to the end or the first change of their drafts
+    replayed_tokens: int = 0  # in those drafts
+    kept_tokens: int = 0  # in front of the first change
 
 
 @dataclass(frozen=True)
 class PartialSample:
-    """The tokens that one sample has drawn so far. The lists grow: read them before the next
-    `step`."""
+    """The drawn tokens of one sample. The lists grow: read them before the next `step`."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: FinishReason | None  # None while it runs
     top_logprobs: Sequence[list[tuple[int, float]]] | None = None
-    stop_reason: int | str | None = None  # the stop id or stop string that ended it
+    stop_reason: int | str | None = None  # stop id or stop string
 
 
 @dataclass(frozen=True)
@@ -109,8 +105,8 @@ class Engine(Protocol):
         ...
 
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[tuple[int, Group]]:
-        """Run one step for everything in flight and return the requests that ended, by handle.
-        meanwhile: called at most once, while this thread would wait."""
+        """Run one step, and return the requests that ended, by handle. meanwhile: called at most
+        once, while this thread would wait."""
         ...
 
     def so_far(self, handle: int) -> list[PartialSample]:
@@ -120,8 +116,7 @@ class Engine(Protocol):
         ...
 
     def abort(self, handle: int) -> bool:
-        """End a request now; its group returns with finish reason "abort". Return False if it had
-        ended."""
+        """End a request with finish reason "abort". Return False if it had ended."""
         ...
 
     def generate(
@@ -137,8 +132,8 @@ class Engine(Protocol):
         prompt_lens: Sequence[int],
         temperature: float = 1.0,
     ) -> list[Tensor]:
-        """Return the log-probs of each response under a cache that drops and rounds nothing: nats,
-        float32 [response tokens] on the CPU. ValueError names a sequence that does not fit."""
+        """Return the log-probs of each response under a dense, unrounded cache: nats, float32
+        [response tokens] on the CPU. ValueError names a sequence that does not fit."""
         ...
 
     def score_top(
@@ -148,7 +143,7 @@ class Engine(Protocol):
         top: int,
         temperature: float = 1.0,
     ) -> list[Ranked]:
-        """Return the results of `score` with the `top` likeliest tokens at each position."""
+        """Score, with the `top` likeliest tokens at each position."""
         ...
 
     def update_weights(self, update: WeightUpdate, in_flight: InFlight = "keep") -> BehaviorTag:
@@ -158,12 +153,12 @@ class Engine(Protocol):
 
     def linear_weights(self) -> Mapping[str, QTensor]:
         """Return the linear weights by name, for reading only: updates refill their storages. Empty
-        when they are in another process."""
+        for another process."""
         ...
 
     def first_difference(self, master: Transformer, block: int) -> str | None:
-        """Return the first tensor of a block that differs from what the learner `master` would
-        publish; None without one, or in another process."""
+        """Return the first tensor of a block that differs from what `master` would publish; None
+        without one, or for another process."""
         ...
 
     def reset_prefix_cache(self) -> None:
@@ -172,13 +167,13 @@ class Engine(Protocol):
         ...
 
     def warm_up(self) -> None:
-        """Compile and capture steps of all sizes (seconds, on CUDA) without filters and penalties;
-        do nothing for an engine in another process."""
+        """Compile and capture steps of all sizes (seconds, on CUDA) without filters and penalties.
+        Do nothing for another process."""
         ...
 
     def release(self, in_flight: InFlight = "keep") -> None:
-        """Free the KV cache until the next step. RuntimeError with "keep" when requests are in
-        flight."""
+        """Free the KV cache until the next step. RuntimeError with "keep" and requests
+        in flight."""
         ...
 
     def close(self) -> None:
@@ -187,7 +182,7 @@ class Engine(Protocol):
 
 
 def replayed(before: EngineStats, after: EngineStats) -> dict[str, float]:
-    """Return the metrics of the replays between two `stats` of one engine; {} when there were none."""
+    """Return the metrics of the replays between two `stats`; {} for none."""
     samples = after.replays - before.replays
     if samples <= 0:  # a restarted engine counts from zero
         return {}

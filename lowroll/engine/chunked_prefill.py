@@ -26,8 +26,8 @@ def plan_passes(
 def _plan_pass(
     prompts: deque[LiveGroup], budget: int, longest: int | None, may_exceed: bool
 ) -> list[PrefillChunk]:
-    """Return the chunks of one pass, of at most `budget` tokens, and remove prompts that end in it.
-    may_exceed: the first chunk alone may have more."""
+    """Return the chunks of one pass, and remove prompts that end in it. may_exceed: the first chunk
+    alone may exceed the budget."""
     chunks: list[PrefillChunk] = []
     unfinished: list[LiveGroup] = []
     while prompts:

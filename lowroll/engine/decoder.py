@@ -1,8 +1,8 @@
 """The rows that decode, resident on the device: several steps run without the host.
 
-A sample has a slot from its admission to its end; the rows of a batch are the samples that decode
-now, in any slots. A row's state is its last token and position, the position at which it must stop,
-its noise key, temperature, page table, and number of cached keys. Each step replaces it:
+A sample has a slot from its admission to its end; the rows of a batch are in any slots. A row's
+state is its last token and position, the position at which it must stop, its noise key,
+temperature, page table, and number of cached keys. Each step replaces it:
 
     hidden = model(last token, position)      K/V go to the row's page, attention reads the pages
     token, log-prob = draw(logits)            written behind those of the steps before
@@ -12,14 +12,13 @@ CUDA a step is one graph for each batch size in BUCKETS. Padding rows are dead a
 is a row that reaches its end or fills its cache. A row that draws a stop id runs to the last step,
 and the scheduler drops its later tokens.
 
-Batches of LARGE_BATCH_FROM rows and more run on `large_batch_model` where there is one: 4-bit
-weights are the fewest bytes to read for few rows, 8-bit ones the cheaper product for many
-(docs/benchmarks.md).
+Batches of LARGE_BATCH_FROM rows run on `large_batch_model` if there is one: 4-bit weights are the
+fewest bytes to read for few rows, 8-bit ones the cheaper product for many (docs/benchmarks.md).
 
 Every tensor that a graph reads is allocated once, and new weights are written in place. Graphs are
-captured with and without filters, penalties and bans (`engine.sampling_state`), and a row's bits
-are the same in each. If a row requests the likeliest tokens or a logit bias, the graph ends at the
-logits, and the step of all rows continues outside it.
+captured with and without filters, penalties and bans (`engine.sampling_state`), with the same bits.
+If a row requests the likeliest tokens or a logit bias, the graph ends at the logits, and the step
+of all rows continues outside it.
 
 Legend: B rows, P pages of a row, S steps, V vocabulary.
 """
@@ -51,15 +50,15 @@ MOST_STEPS = 16
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 LARGE_BATCH_FROM = 9  # rows
 
-# rows of `Decoder.state`, int64, with one column for each row of the batch
+# rows of `Decoder.state`, int64, one column for each row of the batch
 LAST_TOKEN = 0
 POSITION = 1  # of the last token
 NEXT_POSITION = 2  # of the token to draw: the noise counter
-UNTIL = 3  # the position at which the row stops
+UNTIL = 3  # where the row stops
 NOISE_KEY = 4
 SETTINGS = 5  # bits 0-31: the float32 temperature; bit 32: greedy
 SLOT = 6
-NUM_KEYS = 7  # in the row's cache, with the new token's
+NUM_KEYS = 7  # with the new token's
 
 
 def bucket(num_rows: int) -> int:
@@ -75,8 +74,6 @@ class PendingSteps:
 
 
 class _UploadedPages(NamedTuple):
-    """The part of a sequence's page table that the host's copy has."""
-
     sequence: Sequence | None
     num_compactions: int  # each one replaces the table
     num_pages: int
@@ -86,7 +83,7 @@ NO_PAGES = _UploadedPages(None, 0, 0)
 
 
 class Decoder:
-    """The device side of decoding. selector: of the cache policy, if it has one."""
+    """The device side of decoding. selector: of the cache policy, if any."""
 
     def __init__(
         self,
@@ -107,11 +104,11 @@ class Decoder:
         self._captures = cuda_graphs and self.device.type == "cuda"
         max_rows = bucket(max_batch) if self.device.type == "cuda" else max_batch
         self._rows: list[Sequence] = []
-        self._last: list[int] = []  # the last token that the device drew for each row
-        self._until: list[int] = []  # the position at which the device stops each row
-        self._paged: list[Sequence] = []  # the rows of the device's page tables
+        self._last: list[int] = []  # last token that the device drew, by row
+        self._until: list[int] = []  # where the device stops each row
+        self._paged: list[Sequence] = []  # rows of the device's page tables
         self._known = [NO_PAGES] * max_batch  # by slot, of `_pages_of_slot`
-        self._widest = 0  # most pages of any row
+        self._widest = 0
         self._sampling = SamplingState(max_rows, max_batch, model.spec.vocab_size, self.device)
         # staging buffers on the host
         is_pinned = self.device.type == "cuda"
@@ -120,7 +117,7 @@ class Decoder:
         self._table = torch.zeros(max_rows, max_pages, dtype=torch.int32, pin_memory=is_pinned)
         self.state = torch.zeros_like(self._state, device=self.device)
         self.table_BP = torch.zeros_like(self._table, device=self.device)
-        # keys of each row, with the new token's; 0 is dead
+        # with the new token's; 0 is dead
         self.lengths_B = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
         self.temperature_B = torch.ones(max_rows, device=self.device)
         self.greedy_B = torch.zeros(max_rows, dtype=torch.bool, device=self.device)
@@ -129,7 +126,7 @@ class Decoder:
         self.logprobs_SB = torch.zeros(
             MOST_STEPS, max_rows, dtype=torch.float32, device=self.device
         )
-        # shared by steps of all sizes, for rows that are drawn outside the graph
+        # shared by all batch sizes, for rows drawn outside the graph
         self.logits: Tensor | None = None
         self._graphs: dict[tuple[int, DrawMode | None], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
@@ -166,7 +163,7 @@ class Decoder:
         self, begun: PendingSteps
     ) -> tuple[list[list[int]], list[list[float]], list[list[list[tuple[int, float]]] | None]]:
         """Wait for the started steps. Return (ids, log-probs), both [B, S], and each row's
-        likeliest tokens. ValueError when the model gives a row no distribution."""
+        likeliest tokens. ValueError when a row has no distribution."""
         tokens_SB = self.tokens_SB[: begun.steps, : begun.rows].cpu()
         logprobs_SB = self.logprobs_SB[: begun.steps, : begun.rows].cpu()
         if not all_finite(logprobs_SB):
@@ -177,15 +174,14 @@ class Decoder:
         return tokens_BS, logprobs_BS, begun.ranks.told(tokens_BS, logprobs_BS)
 
     def place(self, sequences: list[Sequence]) -> tuple[Tensor, DecodeRows]:
-        """Return the last tokens [B] and the rows of these sequences, padded with dead rows, for a
-        pass outside the decoder."""
+        """Return the last tokens [B] and the padded rows of these sequences, for a pass outside the
+        decoder."""
         size = self.size(len(sequences))
         self.upload(sequences, size)
         self._rows = []
         return self.state[LAST_TOKEN, :size], self._live(size)
 
     def _live(self, size: int) -> DecodeRows:
-        """Return the device's rows for attention, dead ones included."""
         lengths_B = self.lengths_B[:size]
         slots_B = self.state[SLOT, :size]
         if self.watcher is not None or self.cache.recurrent is not None:
@@ -220,9 +216,8 @@ class Decoder:
         self._known = [NO_PAGES] * len(self._known)
 
     def upload(self, sequences: list[Sequence], size: int) -> None:
-        """Update the state and page tables of these rows, padded to `size` with dead ones, on the
-        device. Steps advance the state on the device, so it is uploaded only when the rows, their
-        last tokens or their ends differ from the device's."""
+        """Update the state and page tables of these rows, padded to `size`, on the device. Steps
+        advance the state there, so only other rows, last tokens or ends are uploaded."""
         self.step_1.zero_()
         last_tokens = [s.last_token for s in sequences]
         until = [s.until for s in sequences]
@@ -269,7 +264,7 @@ class Decoder:
         self.table_BP[:size].copy_(self._table[:size], non_blocking=True)
 
     def _copy_new_pages(self, sequences: list[Sequence]) -> bool:
-        """Copy new pages into the host's tables by slot, and return whether there are any."""
+        """Copy new pages into the host's tables, and return whether there are any."""
         slots, columns, pages = list[int](), list[int](), list[int]()
         for sequence in sequences:
             known = self._known[sequence.slot]
@@ -346,8 +341,6 @@ class Decoder:
         return shape(logits_BV, marked, self.state[NEXT_POSITION, :rows])
 
     def _draw(self, rows: int, logits_BV: Tensor, drawing: DrawMode) -> None:
-        """Draw a token of each row, store it with its log-prob, and advance the rows' state in
-        place."""
         ids_B, pos_B, next_B, until_B, keys_B, _, slots_B, _ = self.state[:, :rows].unbind()
         tokens_B, logprobs_B = draw(
             logits_BV,

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 MOST_KEPT = 32  # compiled grammars
 MOST_TEXT = 1 << 18  # characters of one grammar
-# with these a mask takes at most about 15 ms, by the library's documentation
+# a mask takes at most about 15 ms, by the library's documentation
 STEP_ITEMS, STEP_FUEL, LEXER_STATES = 50_000, 200_000, 50_000
 
 
@@ -51,7 +51,7 @@ class Grammar:
         mask = b""
         if has_consumed_all and not matcher.is_error() and not matcher.is_stopped():
             mask = matcher.compute_bitmask()
-        if matcher.is_error():  # the mask may have just caused it
+        if matcher.is_error():  # perhaps by the mask
             error = _first_line(matcher.get_error())
             log.warning("a grammar cannot be followed further: %s", error)
         if not any(mask):
@@ -59,8 +59,8 @@ class Grammar:
         return mask[:width].ljust(width, b"\0")
 
     def _advance(self, sample: int, token_ids: Many[int]) -> _SampleState:
-        """Return the sample's state after these tokens, or those before the first that the grammar
-        refuses. The matcher rolls back to the prefix in common with the former call."""
+        """Return the sample's state after these tokens, up to the first that the grammar refuses.
+        The matcher rolls back to the common prefix."""
         if sample not in self._states:
             self._states[sample] = _SampleState(self._compiled.deep_copy())
         state = self._states[sample]
@@ -77,7 +77,7 @@ class Grammar:
 
 
 class Grammars:
-    """A compiler of grammars for a model's tokenizer. Thread-safe. ValueError says what is missing."""
+    """A thread-safe compiler of grammars for a tokenizer. ValueError says what is missing."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Collection[int]) -> None:
         if not eos_ids:
@@ -99,7 +99,7 @@ class Grammars:
         self._lock = Lock()
 
     def compile(self, text: str) -> Grammar:
-        """Compile a grammar for a request. ValueError says where the text is wrong."""
+        """Compile a grammar. ValueError says where it is wrong."""
         with self._lock:
             compiled = self._kept.get(text)
         if compiled is None:

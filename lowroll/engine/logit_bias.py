@@ -1,5 +1,5 @@
-"""The changes that the host makes to logits before each token: the request's bias, its presence and
-frequency penalties, and its grammar. No torch, since the scheduler uses it too."""
+"""The changes that the host makes to logits before each token: bias, presence and frequency
+penalties, and grammar. No torch, since the scheduler uses it too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_biased(s: Sequence | DrawnPosition) -> bool:
 
 
 def biases_of(s: Sequence | DrawnPosition) -> dict[int, float]:
-    """Return the addition to each token's next logit: the request's bias, less its penalties."""
+    """Return the addition to each token's next logit."""
     request, biases = s.request, dict(s.request.logit_bias or ())
     if request.presence_penalty or request.frequency_penalty:
         for token, count in Counter(s.token_ids).items():

@@ -75,38 +75,38 @@ class NativeEngine:
     ValueError names the wrong argument. Tokens do not depend on the scheduling arguments.
 
         The model
-            model          folder, hub id, or a loaded Transformer, whose weights the engine copies or,
-                           where they already have the format, shares
-            weights        a name of `lowroll.formats()`; default the model's low-bit format, or int8
-            large_batch_weights     a second format, for prompts and large batches (`engine.decoder`)
-            dtype          of activations, norms and KV cache; default that of a dense format, float32
-                           on CPU, bfloat16 on CUDA
-            keep_dense     keep dequantized copies of 4-bit weights (2 bytes a weight in bfloat16):
-                           faster for prompts and large batches on CUDA
-            noisy          `update_weights` may put noise on the norms
-            exact          a request has the same bits in any batch; None: as a loaded model
+            model               folder, hub id, or a loaded Transformer, which the engine copies, or
+                                shares where it has the format
+            weights             of `lowroll.formats()`; default the model's low-bit format, or int8
+            large_batch_weights     second format, for prompts and large batches (`engine.decoder`)
+            dtype               of activations, norms and KV cache; default that of a dense format,
+                                float32 on CPU, bfloat16 on CUDA
+            keep_dense          keep dequantized copies of 4-bit weights (2 bytes a weight in
+                                bfloat16): faster for prompts and large batches on CUDA
+            noisy               `update_weights` may put noise on the norms
+            exact               same bits in any batch; None: as a loaded model
         The KV cache
-            kv             the policy (`kv.policy`); None is the dense one
-            kv_dtype       "fp8" stores it in 8 bits (`kv.fp8`); None in `dtype`
-            cache_tokens   its size; default what the concurrent requests of `workloads` can use, at
-                           most a quarter of the free memory; without workloads see `kv.capacity`
-            memory_share   share of the device's memory for weights and a cache of default size
-            max_model_len  most tokens of a prompt and its response; default the model's
-            prefix_caching a prompt reuses the pages of an earlier one with the same beginning
-            turn_caching   the next turn of a conversation also reuses the pages of drawn tokens, whose
-                           last bits differ from a prompt's; dense cache, unrounded, one format
-            record_evictions        rollouts name the keys that a bounded cache dropped (`types.Evictions`)
+            kv                  policy (`kv.policy`); None is dense
+            kv_dtype            "fp8" for 8 bits (`kv.fp8`); None for `dtype`
+            cache_tokens        size; default what the concurrent requests of `workloads` can use, at
+                                most a quarter of the free memory (`kv.capacity`)
+            memory_share        share of the device's memory for weights and a cache of default size
+            max_model_len       most tokens of prompt and response; default the model's
+            prefix_caching      prompts share the pages of equal beginnings
+            turn_caching        later turns also reuse the pages of drawn tokens, whose last bits differ
+                                from a prompt's; dense cache, unrounded, one format
+            record_evictions    rollouts name the dropped keys (`types.Evictions`)
         Scheduling
-            max_batch      samples decoded at once
-            max_prefill_tokens      prompt tokens of a pass
-            prefill_chunk  longest chunk of a prompt in one pass; None for whole prompts
-            lookahead      decode steps between two reads of tokens and admissions, for requests that
-                           arrive one by one; None for requests that all arrive at the beginning: on
-                           CUDA 16, and as many passes over prompts
-            gather         decode steps before other prompts run together; default `lookahead` - 1
-            one_pass       decode rows take their step in the same pass as prompts (dense cache, no
-                           large_batch_weights)
-            cuda_graphs    False launches kernels one by one, for debugging
+            max_batch           samples decoded at once
+            max_prefill_tokens  prompt tokens of a pass
+            prefill_chunk       longest chunk of a prompt; None for whole prompts
+            lookahead           decode steps between two reads of tokens and admissions, for requests
+                                that arrive one by one; None for requests that arrive together: on CUDA
+                                16, and as many passes over prompts
+            gather              decode steps before other prompts run; default `lookahead` - 1
+            one_pass            decode rows and prompts share a pass (dense cache, no
+                                large_batch_weights)
+            cuda_graphs         False launches kernels one by one, for debugging
     """
 
     def __init__(
@@ -177,8 +177,7 @@ class NativeEngine:
             cuda_graphs,
             one_pass,
         )
-        # The state of a recurrent layer covers all tokens, so pages of a prefix alone do not
-        # suffice.
+        # a recurrent layer's state covers all tokens: pages of a prefix do not suffice
         has_pages_alone = self.spec.delta is None
         self.pool = PagePool(
             num_pages,
@@ -238,7 +237,7 @@ class NativeEngine:
 
         A text becomes a user's message in the model's chat template, or with chat=False the
         beginning of a text to continue; `sampling` are its fields of `Request`. Requests that `add`
-        queued advance too, and `step` returns their groups.
+        queued advance too; `step` returns their groups.
 
         on_progress(done, total) counts this call's finished requests after every step; an exception
         in it ends the call. ValueError names the request and the field, or a missing tokenizer.
@@ -298,7 +297,6 @@ class NativeEngine:
         return self.scheduler.finished()
 
     def _advance(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Plan and run one step and commit its tokens. A failed step drops everything in flight."""
         plan = self.scheduler.plan()
         try:
             results = self.runner.run(plan, meanwhile)
@@ -319,7 +317,6 @@ class NativeEngine:
         prompt_lens: Sequence[int],
         temperature: float = 1.0,
     ) -> list[Tensor]:
-        """Score as `Engine.score` with the weights of small batches. Rollouts in flight continue."""
         return [
             scored.logprobs_T for scored in self.score_top(sequences, prompt_lens, 0, temperature)
         ]
@@ -341,8 +338,8 @@ class NativeEngine:
         return scores
 
     def keep_dense(self) -> None:
-        """Keep dense copies of weights below 8 bits on a GPU; call it before decoding. Stacked
-        experts are left out, since their product reads the codes."""
+        """Keep dense copies of weights below 8 bits on a GPU, except for stacked experts, whose
+        product reads the codes. Call it before decoding."""
         if self.model.device.type != "cuda":
             return
         for name, linear in self.model.linears():
@@ -355,7 +352,6 @@ class NativeEngine:
                 linear.weight.keep_dense(self.model.dtype)
 
     def warm_up(self) -> None:
-        """Compile and capture decode steps and short passes of all sizes (seconds, on CUDA)."""
         self.runner.cache.restore()
         self.runner.decoder.warm_up()
         if self.runner.short is not None:
@@ -428,8 +424,8 @@ class NativeEngine:
         self.runner.release()
 
     def reset_prefix_cache(self) -> None:
-        """Forget the pages of shared prompts. Prompts behind such pages run in other chunks, which
-        round differently."""
+        """Forget the pages of shared prompts. Prompts behind them run in other chunks, which round
+        differently."""
         self.pool.clear_prefixes()
 
     def close(self) -> None:
@@ -441,13 +437,11 @@ class NativeEngine:
         """Take new weights as policy `update.version`, in place, and return the new tag.
 
         in_flight: with "keep", running rollouts keep the tokens and keys of the old weights, as
-        their spans record. With "replay", all samples of unfinished groups begin again with their
-        tokens as drafts (`engine.replay`): they have one span, and equal up to rounding what a
-        fresh engine with these weights draws.
+        their spans record. With "replay", unfinished groups begin again with their tokens as drafts
+        (`engine.replay`), and equal up to rounding what a fresh engine with these weights draws.
 
-        A local update is quantized from the learner's model into the engine's storages; a stream is
-        gathered and checked first (`weights.sync.update`). ValueError, before anything is written,
-        names what does not fit, or that this engine cannot replay.
+        A stream is gathered and checked before any write (`weights.sync.update`). ValueError names
+        what does not fit, or that this engine cannot replay.
         """
         if in_flight == "replay":
             self._check_replays()
@@ -489,7 +483,6 @@ class NativeEngine:
         return first_difference(master, self.model, block, self.behavior.noise_sigma > 0)
 
     def _policy(self, version: int) -> tuple[PolicySpan, ...]:
-        """Return the span of the small-batch weights, then that of the large-batch ones, if any."""
         models = [self.model]
         if self.large_batch_model is not None:
             models.append(self.large_batch_model)
@@ -617,7 +610,6 @@ class NativeEngine:
         workloads: Sequence[Workload],
         page_size: int,
     ) -> int:
-        """Return the tokens of the KV cache. NoRoom when `cache_tokens` does not fit."""
         bytes_per_token = self.storage.bytes_per_token(self.spec, self.model.dtype)
         free_bytes = free_memory(self.model.device)  # None if unknown
         state_bytes = self._policy_bytes
@@ -690,8 +682,6 @@ def _policy_or_dense(
     kv_dtype: str | None,
     large_batch_weights: str | None,
 ) -> CachePolicy:
-    """Return the policy, the dense one for None. ValueError for options that conflict with
-    turn_caching."""
     if kv is not None and not isinstance(kv, CachePolicy):
         raise ValueError(
             "kv: expected a CachePolicy, as lowroll.kv.policy.table.make gives, or None, the dense "

@@ -33,12 +33,12 @@ NO_SLOT = -1
 
 
 class ShortPasses:
-    """The graphs of short passes. captures: False starts every pass's kernels one by one."""
+    """The graphs of short passes. captures: False starts kernels one by one."""
 
     def __init__(self, model: Transformer, cache: KVCache, captures: bool) -> None:
         self.model, self.cache, self._captures = model, cache, captures
         device = model.device
-        # ids, positions and slots of the tokens
+        # ids, positions, slots
         self._tokens_3T = torch.zeros(3, SIZES[-1], dtype=torch.int64, device=device)
         self._bounds = torch.zeros(MOST_PROMPTS + 2, dtype=torch.int32, device=device)
         self._last_P = torch.zeros(MOST_PROMPTS, dtype=torch.int64, device=device)
@@ -78,7 +78,7 @@ class ShortPasses:
         slots_T.fill_(NO_SLOT)
         slots_T[:num_tokens] = torch.cat([c.slots(self.cache.page_size) for c in chunks])
         ends_P = torch.tensor(list(accumulate(chunk.num_tokens for chunk in chunks)))
-        # the padding is a sequence from the last prompt's end to `size`; later ones are empty
+        # the padding is a sequence up to `size`; later ones are empty
         bounds = torch.full(self._bounds.shape, size, dtype=torch.int32)
         bounds[0] = 0
         bounds[1 : num_chunks + 1] = ends_P
@@ -109,7 +109,7 @@ class ShortPasses:
     def _start(self, size: int) -> None:
         if not self._captures or size not in self._graphs:
             self._pass(size)
-            # set after the pass: a failed one has not compiled the kernels
+            # a failed pass has not compiled the kernels
             self._graphs[size] = None
             return
         graph = self._graphs[size]

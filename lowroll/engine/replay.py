@@ -1,9 +1,8 @@
 """Replay: the tokens that a sample drew under earlier weights are drafts of what it draws now.
 
-Noise depends on the seed, the request, the sample and the position alone, so slightly changed
-weights draw the same tokens for a while. A replayed request runs its prompt again, then its draft
-in pieces, and the new weights draw behind each token. The draft stands up to the first token that
-differs, which replaces it.
+Noise does not depend on the weights, so slightly changed weights draw the same tokens for a while.
+A replayed request runs its prompt again, then its draft in pieces, and the new weights draw behind
+each token. The draft stands up to the first token that differs, which replaces it.
 
 A piece is computed by the products of a prompt, whose last bits are not those of a decoded token.
 So a draw within rounding of another token's can differ, as it can in another batch.
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from lowroll.engine.request import noise_key
 from lowroll.engine.sequence import Check, LiveGroup, Sequence
 
-# Tokens of a draft's first piece. Later pieces are as long as what stands, which bounds the waste.
+# tokens of a draft's first piece; later pieces are as long as what stands, which bounds the waste
 FIRST = 256
 
 
@@ -28,10 +27,10 @@ class Replays:
 
     samples: int = 0
     tokens: int = 0
-    kept: int = 0  # the tokens before the first change
+    kept: int = 0  # before the first change
 
     def follow(self, sequence: Sequence) -> None:
-        """Drop and count a sample's draft once all of it is drawn again, or the last token differs."""
+        """Drop and count a draft once all of it is drawn again, or the last token differs."""
         draft = sequence.draft
         num_drawn = len(sequence.token_ids)
         is_within = num_drawn <= len(draft)
@@ -62,7 +61,8 @@ def drawn(sequence: Sequence) -> list[int]:
 
 
 def agreed(sequence: Sequence, token_ids: Many[int]) -> int:
-    """Return how many newly drawn tokens are valid: those that repeat the draft, and the next one."""
+    """Return how many newly drawn tokens are valid: those that repeat the draft, and
+    the next one."""
     rest_of_draft = sequence.draft[len(sequence.token_ids) :]
     num_repeated = 0
     for token, draft_id in zip(token_ids, rest_of_draft, strict=False):
@@ -85,7 +85,7 @@ def plan_checks(
         max_piece = min(max(FIRST, len(sequence.token_ids)), sequence.num_left)
         if chunk:
             max_piece = min(max_piece, chunk)
-        # the last drawn token runs again, since the first draw is behind it
+        # the first draw is behind the last drawn token
         last = len(sequence.token_ids) - 1
         ids = drawn(sequence)[last : last + max_piece]
         if checks and num_tokens + len(ids) > budget:

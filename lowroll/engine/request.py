@@ -1,9 +1,8 @@
 """Checks of a request, and its noise key.
 
 `noise_key` is the reproducibility contract: key = blake2b-64(seed, id, sample), where an empty id
-stands for the prompt itself. The token at position t of that sample is drawn from Philox(key, t).
-So the noise is the same in any batch, after a restart, and when a partial rollout (with its id set)
-is continued from prompt + tokens.
+stands for the prompt. The token at position t is drawn from Philox(key, t). So the noise is the
+same in any batch, after a restart, and when a partial rollout (with its id set) is continued.
 """
 
 from __future__ import annotations
@@ -160,7 +159,7 @@ def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
 
 
 def _check_drawable(request: Request, vocab_size: int, eos_ids: Collection[int]) -> None:
-    """Raise ValueError when no token can be drawn: such a row would fail the whole step."""
+    """Raise ValueError when no token can be drawn, which would fail the whole step."""
     max_stops = len(request.stop_ids) + len(eos_ids)
     if request.min_tokens and max_stops >= vocab_size <= len({*request.stop_ids, *eos_ids}):
         raise ValueError(

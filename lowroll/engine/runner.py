@@ -45,8 +45,8 @@ from lowroll.model.attention import upload
 from lowroll.model.logprobs import log_probs
 from lowroll.model.transformer import Transformer
 
-SCORE_ROWS = 256  # rows whose logits exist at a time
-MOST_COMPACTED = 64  # samples whose keys are scored and moved at a time
+SCORE_ROWS = 256  # with logits at a time
+MOST_COMPACTED = 64  # samples compacted at a time
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class StepResult:
     token_ids: list[int]
     logprobs: list[float]
     large_batch: bool  # drawn by the large-batch model
-    # (id, log-prob) of the likeliest tokens at each position; None where not requested
+    # (id, log-prob) of the likeliest tokens at each position, if requested
     tops: list[list[tuple[int, float]]] | None = None
 
 
 @dataclass(frozen=True)
 class PrefillTokens:
-    """The tokens of a pass over prompts, one of each sequence, on the device until they are read."""
+    """The drawn tokens of a pass over prompts, one of each sequence, on the device."""
 
     sequences: list[Sequence]
     tokens_B: Tensor
@@ -86,9 +86,9 @@ class PrefillTokens:
 
 
 class Runner:
-    """The KV cache and the device side of a step. storage: how keys and values are stored.
-    one_pass: decode rows take their step in the pass over prompts, so that the weights are read
-    once; for a dense cache, a single model and no checks."""
+    """The KV cache and the device side of a step. storage: of keys and values. one_pass: decode
+    rows take their step in the pass over prompts, so that the weights are read once; for a dense
+    cache, a single model and no checks."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Runner:
         ended, and those behind each token of a check.
 
         meanwhile: called once the device has all of its work; on a CPU, before the work. ValueError
-        when the model gives a row no distribution.
+        when a row has no distribution.
         """
         if self.model.device.type != "cuda":
             meanwhile()
@@ -181,8 +181,8 @@ class Runner:
     def _run_passes(
         self, plan: StepPlan, beside: list[Sequence]
     ) -> tuple[list[PrefillTokens], Tensor | None]:
-        """Start the passes over prompts; the first also runs all checks and the rows `beside`.
-        Return the tokens that each pass drew, and the hidden states [T, D] of the checks."""
+        """Start the passes; the first also runs the checks and the rows `beside`. Return the tokens
+        of each pass, and the hidden states [T, D] of the checks."""
         first_tokens: list[PrefillTokens] = []
         checked_TD = None
         for number, prefills in enumerate(plan.passes):
@@ -215,8 +215,8 @@ class Runner:
                 self._compact_together(batch[start : start + MOST_COMPACTED], num_kept)
 
     def _compact_together(self, compactions: list[Compaction], kept: int) -> None:
-        """Move the `kept` keys that the policy chooses, with their values, to each sample's target
-        pages."""
+        """Move the keys that the policy chooses, with their values, to each sample's
+        target pages."""
         assert self.selector is not None, "a policy without a selector compacts nothing"
         device = self.model.device
         page_size = self.cache.page_size
@@ -229,7 +229,7 @@ class Runner:
         targets_BP = _page_table([c.targets for c in compactions]).long()
         target_slots = (targets_BP[..., None] * page_size + torch.arange(page_size)).flatten(1)
         target_slots_BK = target_slots[:, :kept].to(device)
-        kept_LBGK = self.selector.compact(rows, kept)  # indices into each sample's keys
+        kept_LBGK = self.selector.compact(rows, kept)
         self.cache.keep(rows.table_BP, kept_LBGK, target_slots_BK)
         if self.recorder is not None:
             self.recorder.compacted(compactions, kept_LBGK)
@@ -237,9 +237,8 @@ class Runner:
     def _prefill(
         self, prefills: list[PrefillChunk], checks: list[Check], beside: list[Sequence]
     ) -> tuple[PrefillTokens | None, Tensor | None]:
-        """Run chunks of prompts and of drafts, and a step of the rows `beside` them, in one pass.
-        Return a token of each row `beside` and of each sample whose prompt has ended, and the
-        hidden states [T, D] of the checks; None where there are none."""
+        """Run one pass. Return a token of each row `beside` and of each sample whose prompt has
+        ended, and the hidden states [T, D] of the checks; None where there are none."""
         hidden_TD = self._forward(prefills, checks, beside)
         samples_by_row: list[tuple[Sequence, ...]] = [(sequence,) for sequence in beside]
         samples_by_row += [chunk.samples for chunk in prefills if chunk.samples]
@@ -266,8 +265,7 @@ class Runner:
         return PrefillTokens(sequences, tokens_B, logprobs_B, ranks)
 
     def _follow(self, hidden_TD: Tensor, checks: list[Check]) -> list[StepResult]:
-        """Draw behind each token of the checks, as if those before it had been drawn. hidden_TD:
-        check by check."""
+        """Draw behind each token of the checks, as if those before it had been drawn."""
         positions = [position for check in checks for position in places_of(check)]
         ids, logprobs, tops = self._draw_behind(hidden_TD, positions)
         require_finite(logprobs)
@@ -286,8 +284,6 @@ class Runner:
     def _draw_behind(
         self, hidden_TD: Tensor, positions: list[DrawnPosition]
     ) -> tuple[list[int], list[float], list[list[tuple[int, float]] | None]]:
-        """Draw one token for each position, SCORE_ROWS at a time. Return ids, log-probs and the
-        requested likeliest tokens, on the host."""
         ids: list[Tensor] = []
         logprobs: list[Tensor] = []
         tops: list[list[tuple[int, float]] | None] = []
@@ -321,8 +317,7 @@ class Runner:
         self, ids: list[int], prompt_len: int, temperature: float, top: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Score a sequence without the cache. Return the log-probs [T], float32, of its T response
-        tokens, and the ids and log-probs [T, K] of the `top` likeliest tokens at their positions.
-        """
+        tokens, and the ids and log-probs [T, K] of the `top` likeliest tokens."""
         attend = self.model.causal([len(ids)])
         ids_T = torch.tensor(ids, device=self.model.device)
         hidden_TD = self.model(ids_T, torch.arange(len(ids), device=self.model.device), attend)
@@ -355,8 +350,8 @@ class Runner:
             s, start = check.sequence, check.sequence.position
             chunks.append(PromptChunk(start, start + len(check.ids), s.pages, s.slot))
             pieces.append(check.ids)
-        # Attention takes fresh prompts first. A check is never fresh, so the checks stay last, in
-        # their order.
+        # Attention takes fresh prompts first. A check is never fresh, so checks stay last, in their
+        # order.
         fresh = [i for i, chunk in enumerate(chunks) if chunk.start == 0]
         later = [i for i, chunk in enumerate(chunks) if chunk.start > 0]
         ids: list[int] = []

@@ -16,15 +16,16 @@ Each row is processed in fp32 in the order of Hugging Face's processors:
     4. top-k: the k largest (0 is off);
     5. top-p (Holtzman et al. 2020, arXiv:1904.09751): of what is left, the smallest set of largest
        probabilities whose mass is >= p; equal logits go lower id first in both;
-    6. min-p (Nguyen et al. 2024, arXiv:2407.01082): drop what is below min_p * (largest probability).
+    6. min-p (Nguyen et al. 2024, arXiv:2407.01082): drop what is below min_p * (largest
+       probability).
 
 Top-k and top-p use the order of the logits after 2, min-p their distance to the largest
 (`kernels.sampling.filters`). Gumbel-max draws from the normalised rest (`kernels.sampling.draw`),
-with noise that depends on `request.noise_key`, position and token id alone. Greedy (temperature 0)
-takes the argmax after 1 and 2, lower id first, and records the log-prob at temperature 1.
+with noise of `request.noise_key`, position and token id alone. Greedy (temperature 0) takes the
+argmax after 1 and 2, lower id first, and records the log-prob at temperature 1.
 
-Only `TopLogprobs.told` waits for the device. A row without a distribution (NaN or +inf logits, or
-only -inf) gets token 0 and log-prob NaN, which `require_finite` refuses.
+A row without a distribution (NaN or +inf logits, or only -inf) gets token 0 and log-prob NaN, which
+`require_finite` refuses.
 
 Shapes: B rows, V vocabulary, N pairs of row and id, A rows with top log-probs, K likeliest tokens,
 C rows of a piece.
@@ -49,14 +50,14 @@ from lowroll.kernels.sampling.draw import draw
 from lowroll.kernels.sampling.filters import Filters
 from lowroll.model.attention import upload
 
-RANKED_ROWS = 64  # rows whose tokens are ranked at a time
+RANKED_ROWS = 64  # ranked at a time
 
 
 @dataclass(frozen=True)
 class SamplingBatch:
     """The sampling settings of B rows, on the device."""
 
-    keys_B: Tensor  # int64 with the bits of the unsigned noise keys
+    keys_B: Tensor  # int64 with the bits of the unsigned keys
     temperature_B: Tensor  # float32, 1 for greedy rows
     greedy_B: Tensor  # bool
     filters: Filters | None
@@ -93,8 +94,8 @@ def signed(key: int) -> int:
 def sample(logits_BV: Tensor, params: SamplingBatch, positions_B: Tensor) -> tuple[Tensor, Tensor]:
     """Draw one token a row, from logits after penalties and bans.
 
-    logits_BV: any float dtype, left unchanged. positions_B: int64, the position of each drawn
-    token. Returns ids int64 [B] and log-probs float32 [B].
+    logits_BV: any float dtype, left unchanged. positions_B: int64, of the drawn tokens. Returns ids
+    int64 [B] and log-probs float32 [B].
     """
     return draw(
         logits_BV, params.keys_B, positions_B, params.temperature_B, params.greedy_B, params.filters
@@ -102,7 +103,8 @@ def sample(logits_BV: Tensor, params: SamplingBatch, positions_B: Tensor) -> tup
 
 
 def distribution(logits_BV: Tensor, params: SamplingBatch) -> Tensor:
-    """Return the log-probs, float32 [B, V], that `sample` draws from or, of a greedy row, records."""
+    """Return the log-probs, float32 [B, V], that `sample` draws from or, for greedy
+    rows, records."""
     return log_probs_of(logits_BV, params.temperature_B, params.greedy_B, params.filters)
 
 
@@ -176,7 +178,7 @@ class TopLogprobs:
         self.asking = [i for i, s in enumerate(sequences) if s.top_logprobs is not None]
         self._sequences = sequences
         self._batch: tuple[Tensor, SamplingBatch] | None = None  # rows [A], and how they draw
-        self._steps: list[tuple[Tensor, Tensor]] = []  # ids and log-probs [A, K] of each step
+        self._steps: list[tuple[Tensor, Tensor]] = []  # [A, K] of each step
 
     def see(self, logits_BV: Tensor) -> None:
         """Rank the tokens of one step from its logits [B, V], without waiting for the device."""
@@ -217,7 +219,6 @@ class TopLogprobs:
 def _top_pairs(
     ranked_ids: list[int], ranked_logps: list[float], token: int, logprob: float
 ) -> list[tuple[int, float]]:
-    """Return the (id, log-prob) pairs of one position, without tokens that cannot be drawn."""
     pairs = []
     for ranked_id, ranked_logp in zip(ranked_ids, ranked_logps, strict=True):
         if ranked_logp > -math.inf:
@@ -226,7 +227,7 @@ def _top_pairs(
 
 
 def require_finite(logprobs: Collection[float]) -> None:
-    """Raise ValueError naming the rows whose log-prob says that they had no distribution."""
+    """Raise ValueError naming the rows without a distribution, whose log-prob is not finite."""
     rows = [i for i, logprob in enumerate(logprobs) if not math.isfinite(logprob)]
     if rows:
         raise ValueError(
@@ -240,7 +241,7 @@ def _apply_repetition_penalty(
     rows = [row for row, s in enumerate(sequences) if s.request.repetition_penalty != 1]
     if not rows:
         return logits_BV
-    # keyed by the list's identity, since siblings share one prompt list
+    # by the list's identity: siblings share one prompt list
     prompt_id_sets: dict[int, set[int]] = {}
     seen_ids = []
     for row in rows:

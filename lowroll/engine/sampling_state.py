@@ -1,8 +1,8 @@
 """The sampling parameters of rows except their temperature, resident on the device.
 
-The repetition penalty and `min_tokens` depend on earlier tokens, which are marked by the sample's
-slot (`kernels.sampling.penalties`): prompts when a sample first decodes, drawn tokens by the step,
-and tokens drawn elsewhere before the next step.
+The repetition penalty and `min_tokens` depend on earlier tokens, which are marked by slot
+(`kernels.sampling.penalties`): prompts when a sample first decodes, drawn tokens by the step, and
+tokens drawn elsewhere before the next step.
 
 Legend: B rows, S slots, V vocabulary.
 """
@@ -25,7 +25,7 @@ from lowroll.model.attention import upload
 
 
 class DrawMode(IntEnum):
-    """The work of a batch's draw; each mode includes those before it, with the same bits."""
+    """The work of a batch's draw. Each mode includes those before it, with the same bits."""
 
     PLAIN = 0
     FILTERED = 1
@@ -62,16 +62,15 @@ def filters_of(sequences: Collection[Sequence | DrawnPosition], vocab_size: int)
 
 
 class SamplingState:
-    """The filters, penalties and bans of `most` rows, and the marks of the samples in `slots`
-    slots."""
+    """The filters, penalties and bans of `most` rows, and the marks of samples in `slots` slots."""
 
     def __init__(self, most: int, slots: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.slots = slots
-        # Lines: top-k (int64), top-p, log of min-p, repetition penalty (the bits of float64), and
-        # the first position without a ban (int64).
+        # lines: top-k (int64), top-p, log of min-p, repetition penalty (bits of float64), and the
+        # first position without a ban (int64)
         self._device = torch.zeros(5, most, dtype=torch.int64, device=device)
-        self._rows: list[Sequence] = []  # whose settings are on the device
+        self._rows: list[Sequence] = []  # on the device
         self._marks_SV: Tensor | None = None
         # by slot: the marked sequence, and its number of marked response tokens
         self._marked: list[tuple[Sequence | None, int]] = [(None, 0)] * slots
@@ -85,7 +84,7 @@ class SamplingState:
         return Marked(self._marks(), slots_B, penalty_B.view(torch.float64), banned_until_B)
 
     def upload(self, sequences: list[Sequence], size: int, draw: DrawMode) -> None:
-        """Upload the settings of these rows, padded up to `size` with settings without effect."""
+        """Upload the settings of these rows, padded to `size` with neutral settings."""
         if sequences != self._rows:
             self._upload(sequences, size)
             self._rows = list(sequences)
@@ -124,7 +123,6 @@ class SamplingState:
         return self._marks_SV
 
     def _mark(self, sequences: list[Sequence]) -> None:
-        """Mark the tokens that the device has not marked yet. A reused slot is cleared first."""
         cleared_slots: list[int] = []
         seen_ids: list[tuple[int, Many[int]]] = []
         stop_ids: list[tuple[int, Many[int]]] = []

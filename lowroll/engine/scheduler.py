@@ -1,18 +1,18 @@
 """Continuous batching over a paged KV cache.
 
     plan = scheduler.plan()                         # admissions, prompt chunks, decode rows, pages
-    ... run what the plan says, in its order ...
+    ... run the plan in its order ...
     scheduler.commit(sequence, token, logprob)      # for decode rows and samples of a last chunk
 
 A request is a *group* of n samples. Its prompt runs once; its last hidden state gives the
-distribution of the first token of all n samples, admitted or not. Full prompt pages are shared by
-reference count. The partial last page (the tail) has one writer at a time, which appends behind the
-prompt; every other sample copies it when it forks.
+distribution of the first token of all samples, admitted or not. Full prompt pages are shared by
+reference count. The partial last page (the tail) has one writer at a time; every other sample
+copies it when it forks.
 
-A cache policy (`kv.policy.base`) may bound a sample's cache. A sample at the limit waits for the
-next plan, which begins with compactions: the keys that stay move to pages of the sample's own.
-Prompt pages are never edited, since they are shared and the prefix cache may serve them. A prompt
-over the limit is compacted once, after its last chunk, and its samples fork from the result.
+A sample at the limit of its cache policy (`kv.policy.base`) waits for the next plan, which begins
+with compactions: the keys that stay move to pages of its own. Prompt pages are never edited, since
+they are shared. A prompt over the limit is compacted once, after its last chunk, and its samples
+fork from the result.
 
 Admission is first in, first out, sample by sample, without preemption: a sample is admitted when a
 slot is free and the pages of its worst case, beyond the shared ones (`kv.policy.base.footprint`),
@@ -23,8 +23,8 @@ deadlock. A group larger than the cache or than `max_batch` is admitted in waves
 Decode rows wait while a prompt runs, and one short prompt takes as long as several. With `gather`,
 prompts run together, after that many decode steps, or when they fill a pass.
 
-One thread uses it. An `abort` between the run of a plan and its commits makes the commits do
-nothing. Do not abort between plan and run: that frees the pages that the plan lists.
+One thread uses it. An `abort` between run and commits makes the commits do nothing. Do not abort
+between plan and run: that frees the pages that the plan lists.
 """
 
 from __future__ import annotations
@@ -55,12 +55,11 @@ class Scheduler:
     """Admission, planning and commits.
 
     max_batch: samples admitted at once. max_prefill_tokens: prompt tokens of a pass; a single chunk
-    may exceed it, so that every prompt can run. passes: most passes over prompts between two plans,
-    in which decode rows take one step. prefill_chunk: longest chunk, None for whole prompts.
-    lookahead: most decode steps between two plans, when no prompt waits. gather: decode steps
-    before other prompts run. behavior: its last policy span names the weights. decode: token ids to
-    text, for stop strings. evictions: the dropped keys of a slot's sample (slot None: none yet);
-    None where they are not recorded.
+    may exceed it. passes: most passes over prompts between two plans, in which decode rows take one
+    step. prefill_chunk: longest chunk, None for whole prompts. lookahead: most decode steps between
+    two plans, when no prompt waits. gather: decode steps before other prompts run. behavior: its
+    last policy span names the weights. decode: token ids to text, for stop strings. evictions: the
+    dropped keys of a slot's sample (slot None: none yet); None if not recorded.
     """
 
     def __init__(
@@ -101,15 +100,15 @@ class Scheduler:
         self.decode = decode
         self.evictions = evictions
         self.compile_grammar = compile_grammar
-        self.reserved_pages = 0  # over all sequences; never over pool.num_free
+        self.reserved_pages = 0  # never over pool.num_free
         self._groups: dict[int, LiveGroup] = {}
-        self._waiting: deque[LiveGroup] = deque()  # groups with waiting samples, oldest first
+        self._waiting: deque[LiveGroup] = deque()  # with waiting samples, oldest first
         self._prefilling: deque[LiveGroup] = deque()
         self._running: dict[Sequence, None] = {}
         self._free_slots = list(reversed(range(max_batch)))
-        self._begun: list[int] = []  # slots of the leaders admitted since the last plan
+        self._begun: list[int] = []  # slots of leaders admitted since the last plan
         self._steps = 0  # decode steps since prompts ran
-        self._through: list[LiveGroup] = []  # groups whose prompt has ended since the last plan
+        self._through: list[LiveGroup] = []  # groups whose prompt ended since the last plan
         self._finished: dict[int, Group] = {}  # by handle, in order of completion
         self._next_handle = 0
         self.replays = Replays()
@@ -148,7 +147,7 @@ class Scheduler:
         self.salt = behavior_salt(behavior)
         for group in self._groups.values():
             if group.salt != self.salt:
-                group.salt = b""  # a prompt of two behaviors, even if the first returns
+                group.salt = b""  # of two behaviors, even if the first returns
 
     def add(self, request: Request) -> int:
         pages_needed = footprint(
@@ -178,8 +177,7 @@ class Scheduler:
         self._waiting.append(group)
 
     def rewind(self) -> None:
-        """Begin everything in flight again, in order of arrival, with its tokens as drafts. For the
-        dense policy."""
+        """Begin everything in flight again, with its tokens as drafts. For the dense policy."""
         assert self.kv.budget is None, f"{self.kv.name}: a draft's pieces would see other keys"
         groups = list(self._groups.values())
         for group in groups:
@@ -203,7 +201,6 @@ class Scheduler:
             self._enqueue(restarted, [drawn(sequence) for sequence in old_group.sequences])
 
     def abort(self, handle: int) -> bool:
-        """End a request's open samples with "abort". Return False if it had ended."""
         group = self._groups.get(handle)
         if group is None:
             return False
@@ -226,8 +223,8 @@ class Scheduler:
         return drawn_by(samples)
 
     def finished(self, handles: Container[int] | None = None) -> list[tuple[int, Group]]:
-        """Return each completed request (handle, group) once, in order of completion. handles:
-        those to return; None for all."""
+        """Return (handle, group) of completed requests, of `handles` if given, once each, in order
+        of completion."""
         done_handles = [handle for handle in self._finished if handles is None or handle in handles]
         return [(handle, self._finished.pop(handle)) for handle in done_handles]
 
@@ -235,7 +232,7 @@ class Scheduler:
         """Compact full caches, admit samples, choose what runs, and allocate its pages."""
         compactions = self._compact_all()
         self._admit()
-        # a sample without a token still waits for its prompt
+        # the others wait for their prompts
         drawing = [sequence for sequence in self._running if sequence.token_ids]
         forks, copies = self._fork_all(drawing)
         decodes = [sequence for sequence in drawing if not sequence.draft]
@@ -254,7 +251,6 @@ class Scheduler:
         return StepPlan(compactions, forks, copies, decodes, steps, limits, begun, passes, checks)
 
     def _plan_steps(self, decodes: list[Sequence], is_single_step: bool) -> tuple[int, list[int]]:
-        """Return the decode steps until the next plan, and how many of them each row can take."""
         steps_left = [sequence.until - sequence.position for sequence in decodes]
         steps = 1
         if not is_single_step and not any(map(needs_host, decodes)):
@@ -296,7 +292,7 @@ class Scheduler:
         if len(sequence.token_ids) == 1:
             self._start(sequence)
         else:
-            sequence.cached_len += 1  # the key of the token from which this one was drawn
+            sequence.cached_len += 1  # of the token from which this one was drawn
         if sequence.draft:
             self.replays.follow(sequence)
         stop = stop_reason(sequence, self.decode)
@@ -312,7 +308,7 @@ class Scheduler:
         logprobs: list[float],
         tops: list[list[tuple[int, float]]] | None = None,
     ) -> None:
-        """Commit drawn tokens of a sample, up to its end or its first difference from the draft."""
+        """Commit drawn tokens, up to the sample's end or its first difference from the draft."""
         group = sequence.group
         if sequence.draft:
             token_ids = token_ids[: agreed(sequence, token_ids)]
@@ -371,8 +367,8 @@ class Scheduler:
             self._running[sequence] = None
 
     def _admit_leader(self, group: LiveGroup) -> bool:
-        """Allocate the pages of the prompt and its compaction, and reserve the leader's own. Return
-        whether they fit: if not, nothing happens."""
+        """Allocate the pages of prompt and compaction, and reserve the leader's own, or return
+        False."""
         prompt_ids, page_size = group.request.prompt_ids, self.pool.page_size
         page_needs = group.footprint
         # the last tokens always run, for their logits and the policy's state
@@ -406,7 +402,7 @@ class Scheduler:
 
     def _admit_sibling(self, sequence: Sequence) -> bool:
         group = sequence.group
-        writes_tail = group.tail_writer is None  # the former one has ended
+        writes_tail = group.tail_writer is None
         pages_needed = group.footprint.writer if writes_tail else group.footprint.sibling
         if pages_needed > self._available():
             return False
@@ -420,8 +416,8 @@ class Scheduler:
         self, rows: list[Sequence]
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Give admitted samples their page tables. Return the copies (source, target) of slots and
-        of pages that this needs. A prompt's state is also copied for samples that are admitted
-        later, since the leader's slot changes."""
+        of pages. A prompt's state is also copied for samples admitted later, since the leader's
+        slot changes."""
         slot_copies: list[tuple[int, int]] = []
         page_copies: list[tuple[int, int]] = []
         for sequence in rows:
@@ -439,8 +435,7 @@ class Scheduler:
         return slot_copies, page_copies
 
     def _fork(self, sequence: Sequence) -> list[tuple[int, int]]:
-        """Give a sample its page table. Return its page copies (source, target). The tail's writer
-        shares all pages of the prompt; others copy the tail."""
+        """Give a sample its page table. Return its page copies (source, target)."""
         group = sequence.group
         if group.tail_writer is None:
             group.tail_writer = sequence
@@ -496,8 +491,8 @@ class Scheduler:
         return compactions
 
     def _compact_prompt(self, group: LiveGroup, unused_pages: list[int]) -> Compaction:
-        """Compact a group's prompt, before any sample has forked. unused_pages: receives the
-        prompt's pages twice, for the group and for its leader."""
+        """Compact a prompt before any sample has forked. unused_pages: receives its pages twice,
+        for the group and for its leader."""
         length = len(group.request.prompt_ids)
         compaction = Compaction(
             group.state_slot,
@@ -513,8 +508,8 @@ class Scheduler:
         return compaction
 
     def _compact(self, sequence: Sequence, unused_pages: list[int]) -> Compaction:
-        """Compact a sample into its own pages, and into new ones if these are too few, never into
-        shared ones. unused_pages: receives the pages to free."""
+        """Compact a sample into its own pages, and new ones if needed, never shared ones.
+        unused_pages: receives the pages to free."""
         num_cached = sequence.cached_len
         pages = sequence.pages
         num_kept = self.kv.kept(num_cached)
@@ -540,8 +535,6 @@ class Scheduler:
     # -- prefill -----------------------------------------------------------------------------------
 
     def _prompts_are_due(self) -> bool:
-        """Return whether prompts run now: `gather` steps have passed, one has begun, or they fill a
-        pass."""
         if self._steps >= self.gather or any(group.num_prefilled for group in self._prefilling):
             return True
         tokens = sum(len(group.request.prompt_ids) for group in self._prefilling)

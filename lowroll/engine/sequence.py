@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Sequence:
-    """One sample while it is generated. A policy may have dropped keys, so `cached_len` is not the
+    """One sample while it is generated. A policy may drop keys, so `cached_len` is not the
     position."""
 
     group: LiveGroup = field(repr=False)
@@ -25,17 +25,16 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] | None = None
     spans: list[PolicySpan] = field(default_factory=list)
-    # tokens drawn under earlier weights (`engine.replay`); empty once its own tokens differ from
-    # them or reach their end
+    # tokens of earlier weights (`engine.replay`), until its own tokens differ or reach their end
     draft: list[int] = field(default_factory=list)
     slot: int = -1
-    pages: list[int] = field(default_factory=list)  # its page table, in order of keys
+    pages: list[int] = field(default_factory=list)  # page table, in order of keys
     num_shared: int = 0  # pages at the table's front that came with the prompt: never edited
     forked: bool = False  # has its page table
     cached_len: int = 0
-    num_compactions: int = 0  # each one replaces its page table
+    num_compactions: int = 0  # each one replaces the page table
     until: int = 0  # the position at which it has ended or must be compacted
-    reserved_pages: int = 0  # reserved and not yet allocated
+    reserved_pages: int = 0  # and not yet allocated
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     behavior: BehaviorTag | None = None
@@ -51,7 +50,7 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """The number of prompt and drawn tokens: the next token's position and noise counter."""
+        """The position of the next token, its noise counter."""
         return len(self.prompt_ids) + len(self.token_ids)
 
     @property
@@ -79,16 +78,16 @@ class LiveGroup:
     waiting: deque[Sequence] = field(default_factory=deque)
     # held from admission until the last sample has forked
     prompt_pages: list[int] = field(default_factory=list)
-    # targets of the prompt's compaction, which become its prompt_pages
+    # targets of the prompt's compaction, which become prompt_pages
     compacted_pages: list[int] = field(default_factory=list)
     state_slot: int = -1  # of the policy's state after the prompt
-    num_unforked: int = 0  # samples that have no page table yet and have not ended
-    # prompt positions given to a prefill chunk or served by the prefix cache
+    num_unforked: int = 0  # samples without a page table that have not ended
+    # prompt positions run, or served by the prefix cache
     num_prefilled: int = 0
     num_open: int = 0
     tail_writer: Sequence | None = None
-    salt: bytes = b""  # the prefix cache's salt when the prompt was admitted
-    page_keys: list[bytes] | None = None  # of its full prompt pages under that salt
+    salt: bytes = b""  # of the prefix cache at admission
+    page_keys: list[bytes] | None = None  # of full prompt pages under that salt
 
     @property
     def leader(self) -> Sequence:
@@ -102,7 +101,7 @@ class PrefillChunk:
     sequence: Sequence  # the group's leader
     start: int
     stop: int
-    samples: tuple[Sequence, ...]  # the group's, which draw from the last chunk; else none
+    samples: tuple[Sequence, ...]  # those that draw after the last chunk; else none
 
 
 @dataclass(frozen=True)
@@ -170,8 +169,8 @@ def places_of(check: Check) -> list[DrawnPosition]:
 class StepPlan:
     """The work of one step, in order.
 
-    No page is both a source and a target of `copies`. Each decode row draws at most its number in
-    `limits`, for which it has pages; later draws are ignored. The first pass also runs the checks.
+    No page is both a source and a target of `copies`. Each decode row has pages for its number in
+    `limits`; later draws are ignored. The first pass also runs the checks.
     """
 
     compactions: list[Compaction]

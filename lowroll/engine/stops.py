@@ -1,4 +1,4 @@
-"""The end of a sample at a stop id or at a stop string in its text."""
+"""The end of a sample at a stop id or stop string."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from lowroll.engine.sequence import Sequence
 
 
 def stop_reason(sequence: Sequence, decode: Callable[[list[int]], str] | None) -> int | str | None:
-    """Return the stop id or stop string that the last token completed, if any.
-
-    No stop lies within the first `min_tokens` tokens. decode: token ids to text, for stop strings.
-    """
+    """Return the stop id or stop string that the last token completed, if any. No stop lies within
+    the first `min_tokens` tokens. decode: token ids to text."""
     request = sequence.request
     if len(sequence.token_ids) <= request.min_tokens:
         return None

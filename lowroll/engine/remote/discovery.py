@@ -1,7 +1,7 @@
 """Discovery of engines by a DNS name, which is resolved periodically.
 
-A new address is a new engine; one that is no longer listed gets no new requests. A failed query
-changes nothing.
+A new address is a new engine; one that disappears gets no new requests. A failed query changes
+nothing.
 """
 
 from __future__ import annotations

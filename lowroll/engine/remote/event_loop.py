@@ -15,7 +15,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 Clock = Callable[[], float]
-LOOK = 0.25  # seconds between two calls of a waiting thread's `alive`
+LOOK = 0.25  # seconds between two calls of `alive`
 MARGIN = 10.0  # seconds that a waiting thread grants the loop beyond its deadline
 
 
@@ -33,7 +33,7 @@ class CappedClock(selectors.DefaultSelector):
         self._counted = self._since = clock()
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        self._count(self._turn_s)  # the work since the last wait
+        self._count(self._turn_s)  # work since the last wait
         events = self.wait(timeout)
         longest_s = float("inf") if timeout is None else max(0.0, timeout) + self._turn_s
         self._count(longest_s)
@@ -88,8 +88,8 @@ class LoopThread:
         deadline_s: float,
         alive: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Return a coroutine's result. LoopStalled when it has none MARGIN after the deadline,
-        which it keeps itself. alive: called meanwhile; an exception in it ends the wait."""
+        """Return a coroutine's result. LoopStalled when it has none MARGIN after its own deadline.
+        alive: called meanwhile; an exception in it ends the wait."""
         future = self.begin(work)
         end = time.monotonic() + deadline_s + MARGIN
         try:
@@ -98,7 +98,7 @@ class LoopThread:
                     return future.result(0)
                 alive()
         finally:
-            future.cancel()  # does nothing if it is done
+            future.cancel()
         raise LoopStalled
 
     def _run(self) -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lowroll.quant.formats import QTensor
     from lowroll.weights.sync.update import WeightUpdate
 
-TURNS = 10  # least iterations of its loop that an engine has to answer a heartbeat
+TURNS = 10  # least iterations of its loop for an engine to answer a heartbeat
 TURN = 0.25  # seconds that a step waits for an answer
 
 
@@ -115,7 +115,7 @@ class EnginePool:
         self._replicas = ReplicaSet(self.options, self._requests.put)
         self._thread = LoopThread("engine-pool", self.options.heartbeat_s / TURNS)
         start_s = self.options.start_s
-        # `begin` connects only with fail_fast, else it starts tasks that do
+        # without fail_fast `begin` only starts tasks that connect
         begin_s = start_s if self.options.fail_fast else MARGIN
         try:
             self.run(self._replicas.begin(urls), begin_s)
@@ -139,7 +139,6 @@ class EnginePool:
         self.close()
 
     def close(self) -> None:
-        """Abort the requests in flight and close the connections. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -156,7 +155,6 @@ class EnginePool:
 
     @property
     def behavior(self) -> BehaviorTag:
-        """The tag of the next request: the server's own, or with what all engines agreed on."""
         versions, server_tag = self._replicas.versions, self.server.behavior
         if versions.newest is None:
             return server_tag
@@ -193,7 +191,6 @@ class EnginePool:
         return entry.handle
 
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[tuple[int, Group]]:
-        """Wait a moment for answers. Return the requests that have ended, by handle."""
         meanwhile()
         ended_groups = self._requests.ended
         if self._requests and not ended_groups:
@@ -203,7 +200,6 @@ class EnginePool:
         return groups
 
     def abort(self, handle: int) -> bool:
-        """Abort a request, whose group ends with reason "abort". Return False if it had ended."""
         entry = self._requests.get(handle)
         if entry is None or entry.ended or entry.aborted:
             return False
@@ -212,16 +208,14 @@ class EnginePool:
         return True
 
     def so_far(self, handle: int) -> list[PartialSample]:
-        """Return the tokens read of each sample: none without `stream`, [] after its group was
-        returned."""
+        """Return the tokens read of each sample: none without `stream`."""
         entry = self._requests.get(handle)
         return [] if entry is None else self._replicas.router.so_far(entry)
 
     def generate(
         self, requests: list[Request], on_progress: Callable[[int, int], None] | None = None
     ) -> list[Group]:
-        """Return the groups of requests, in their order; an error aborts them all. on_progress:
-        receives the numbers of ended and of all requests."""
+        """Return the groups of requests, in their order; an error aborts them all."""
         for i, request in enumerate(requests):
             self.server.check(request, f"requests[{i}].")
         entries = [self._requests.add(request) for request in requests]
@@ -352,7 +346,6 @@ class EnginePool:
             raise ServerError(f"the pool's loop did not answer; {states}") from None
 
     def _turn(self) -> None:
-        """Wait a moment for an outcome. ServerError after `start_s` without an engine."""
         try:
             self._requests.wait(TURN)
             since, seconds = self._replicas.none_since, self.options.start_s

@@ -1,7 +1,7 @@
 """A request as a body of /v1/completions, and the answer as rollouts, by token ids alone.
 
 lowroll's own server packs the tokens and log-probs of a sample as two strings: lists of numbers
-cost both sides ten times as much.
+cost ten times as much.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from lowroll.types import BehaviorTag, Evictions, FinishReason, Group, Request, 
 PATH = "/v1/completions"
 REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 BYTES = 1 << 16  # of an answer without tokens
-TOKEN_BYTES = 512  # of a token in an answer, with its log-prob and text
+TOKEN_BYTES = 512  # of a token with its log-prob and text
 TOP_BYTES = 128  # of one of its likeliest tokens
-SCORE_BYTES = 256  # of a token's log-prob in an answer, and of each of its likeliest
+SCORE_BYTES = 256  # of a scored token, and of each of its likeliest
 UNRANKED = 2**31
 ABOVE_ZERO = 1e-4  # a log-prob may round to this
-NEVER = -9999.0  # a server's number for minus infinity, which JSON lacks
+NEVER = -9999.0  # stands for minus infinity, which JSON lacks
 ALL = 0.999  # mass of a whole distribution, up to rounding
 
 
@@ -87,12 +87,11 @@ class ArrivingSample:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    stated: Any = None  # the origin that lowroll's server states
-    given_up: bool = False  # aborted before the answer was complete
+    stated: Any = None  # origin, by lowroll's server
+    given_up: bool = False  # aborted before the end of the answer
 
     def read(self) -> tuple[list[int], list[float], list[list[tuple[int, float]]]]:
-        """Return equally long copies of ids, log-probs and likeliest tokens, since another thread
-        may append."""
+        """Return equally long copies, since another thread may append."""
         logprobs = list(self.logprobs)
         return self.token_ids[: len(logprobs)], logprobs, self.top_logprobs[: len(logprobs)]
 
@@ -102,7 +101,8 @@ Origin = Callable[[int, ArrivingSample], tuple[BehaviorTag, Evictions | None]]
 
 
 class ResponseAssembler:
-    """The choices of one request as they come, whole or in pieces. ServerError for an invalid one."""
+    """The choices of one request as they come, whole or in pieces. ServerError for an
+    invalid one."""
 
     def __init__(
         self,
@@ -286,7 +286,7 @@ class ResponseAssembler:
 
 class TokenScore(NamedTuple):
     logprob: float
-    rank: int  # 1 for the likeliest, `UNRANKED` where the server states none
+    rank: int  # 1 for the likeliest, `UNRANKED` if not stated
 
 
 def prompt_logprobs(answer: Any, ids: list[int], what: str) -> list[dict[int, TokenScore]]:
@@ -339,7 +339,7 @@ def _likeliest(scores: dict[int, TokenScore], top: int) -> list[tuple[int, float
 
 
 def pack(token_ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, str]:
-    """Encode tokens and as many log-probs: base64 of little-endian int32 and float64."""
+    """Encode tokens and log-probs: base64 of little-endian int32 and float64."""
     count = len(token_ids)
     ids = struct.pack(f"<{count}i", *token_ids)
     values = struct.pack(f"<{count}d", *logprobs)
@@ -373,7 +373,6 @@ def _are_logprobs(values: list[Any]) -> bool:
 
 
 def _drawable_pairs(entries: dict[str, Any]) -> list[tuple[int, float]]:
-    """Parse {"token_id:5": -0.1, ...} without the tokens that cannot be drawn."""
     pairs = [(int(name.removeprefix("token_id:")), float(p)) for name, p in entries.items()]
     return [(token, logprob) for token, logprob in pairs if logprob > NEVER]
 

@@ -41,7 +41,7 @@ ONCE_MORE_S = 0.2  # before an unreachable engine is probed again
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0  # seconds between two attempts to connect
 FLAPS_S = 600.0  # window of evictions that double the pause
 LONGEST_AWAY = 60.0  # seconds of that pause
-OURS = 16  # connections in addition to those of requests
+OURS = 16  # connections beside those of requests
 REFUSED = (401, 403, 404)  # statuses that waiting does not change
 
 Connect = Callable[[HttpClient, "PoolOptions"], Awaitable[EngineServer]]
@@ -49,7 +49,7 @@ Connect = Callable[[HttpClient, "PoolOptions"], Awaitable[EngineServer]]
 
 @dataclass(frozen=True)
 class PoolOptions:
-    """The settings that all engines of a pool share. Times are in seconds.
+    """The settings of all engines of a pool. Times are in seconds.
 
     admin_token: of control routes. connect: default `connect_server`. lost: returns why the
     engine's process has ended, if known.
@@ -63,14 +63,14 @@ class PoolOptions:
     folder: Path | None = None
     concurrency: int = 256  # requests open at one engine
     timeout_s: float = 1200.0  # of one request at one engine
-    silent_s: float = 30.0  # longest time that a silent engine keeps its requests
+    silent_s: float = 30.0  # how long a silent engine keeps its requests
     # until the first engine has new weights; the others have `silent_s` more
     update_s: float = 600.0
     start_s: float = 600.0  # until one engine answers, at the start and when none is left
     in_flight: InFlight = "keep"  # "replay" needs lowroll's own engines
-    # read tokens as they are drawn, for `so_far` and aborted requests: an event a token
+    # read tokens as they are drawn, for `so_far` and aborted requests
     stream: bool = False
-    # the first error is raised and aborts all, without retries, heartbeats and checks of versions
+    # the first error aborts all, without retries, heartbeats and checks of versions
     fail_fast: bool = False
     connect: Connect | None = None
     lost: Callable[[], str | None] | None = None
@@ -85,9 +85,9 @@ class ReplicaCounts:
     requests: int = 0
     tokens: int = 0  # of those answers
     retries: int = 0  # requests that it lost, or was too busy for
-    handed_over: int = 0  # requests taken from it at an eviction
+    handed_over: int = 0  # taken from it at an eviction
     refused: int = 0  # inconsistent answers
-    late: int = 0  # answers that came after another attempt's
+    late: int = 0  # after another attempt's answer
     evicted: int = 0
 
 
@@ -108,11 +108,11 @@ class QueuedRequest:
 class InFlightRequest:
     entry: QueuedRequest
     replica: Replica
-    sent: int  # the version that its engine had acknowledged
+    sent: int  # version that its engine had acknowledged
     call: HttpCall
     arrivals: ResponseAssembler
     origin: Origin
-    load: int  # tokens that it counts for at its engine
+    load: int  # in tokens
     task: asyncio.Task[None] | None = None
 
 
@@ -172,15 +172,14 @@ async def connect_server(http: HttpClient, options: PoolOptions) -> EngineServer
 
 
 async def _resume_if_paused(server: EngineServer, options: PoolOptions) -> None:
-    """Resume a server that an earlier client left paused, which only the admin may."""
     status = await server.health(options.heartbeat_s)
     if status == "paused" and options.admin_token is not None:
         await server.resume()
 
 
 class Replica:
-    """An engine and its health, on the pool's loop alone. named: the configuration names it, so it
-    ends the run if it does not fit."""
+    """An engine and its health, on the pool's loop alone. named: the configuration names it, so a
+    misfit ends the run."""
 
     def __init__(
         self, url: str, owner: ReplicaOwner, options: PoolOptions, *, named: bool = True
@@ -194,10 +193,10 @@ class Replica:
         self.state: State = "new"
         self.server: EngineServer | None = None
         self.held: HeldPolicy | None = None
-        self.version = 0  # that it has acknowledged
+        self.version = 0  # acknowledged
         self.last_error = "it was not asked yet"
         self.leaving = False  # takes no new requests
-        self.suspect = False  # a connection was lost: no new requests before its next heartbeat
+        self.suspect = False  # lost a connection: no new requests before its next heartbeat
         self.busy_until = self.busy_s = 0.0
         self.flights: set[InFlightRequest] = set()
         self.outstanding = 0  # tokens that it may still draw for us
@@ -347,7 +346,6 @@ class Replica:
             )
 
     async def _check_logprobs(self) -> None:
-        """Raise ServerError when its log-probs differ from those of a working engine, if any."""
         witness = self._witness()
         if witness is None or not self.met_server.scores:
             return
@@ -390,7 +388,7 @@ class Replica:
                 self._wake.clear()
             if self._why is not None:
                 return self._why
-            if self.taking:  # it may be silent, and `take` has a deadline of its own
+            if self.taking:  # it may be silent, and `take` has its own deadline
                 activity = EngineActivity(clock(), activity.tokens)
                 continue
             if num_answered != self.counts.requests:  # an answer counts like a heartbeat
@@ -435,7 +433,6 @@ class Replica:
         return status, await server.progress(heartbeat_s)
 
     def _evict(self, why: str) -> float:
-        """Evict the engine. Return the seconds that it stays away while others work."""
         away_s = 0.0
         if self.state == "ready":
             self.counts.evicted += 1

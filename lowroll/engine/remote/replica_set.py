@@ -21,8 +21,8 @@ from lowroll.weights.sync.base import Broadcast
 
 log = logging.getLogger(__name__)
 
-TOGETHER_S = 5.0  # grace at the start for the others after the first engine has answered
-COUNTED = (  # fields of `EngineStats` that are summed over engines
+TOGETHER_S = 5.0  # for the others, after the first engine has answered at the start
+COUNTED = (  # summed over engines
     "cache_tokens",
     "prefix_hits",
     "running",
@@ -32,7 +32,7 @@ COUNTED = (  # fields of `EngineStats` that are summed over engines
     "replayed_tokens",
     "kept_tokens",
 )
-METRIC = {"evicted": "fenced"}  # metric names that differ from the field's
+METRIC = {"evicted": "fenced"}  # names that differ from the field's
 
 
 @dataclass
@@ -79,7 +79,7 @@ class ReplicaSet:
             self.replicas, self.versions, options, self.router.dispatch, self.describe
         )
         self._watch_tasks: dict[Replica, asyncio.Task[None]] = {}
-        self._facts: tuple[str, dict[str, Any]] | None = None  # of the first, by its address
+        self._facts: tuple[str, dict[str, Any]] | None = None  # of the first engine
         self._removed_counts = ReplicaCounts()  # of removed engines
 
     # -- for the pool ------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class ReplicaSet:
         await asyncio.gather(*(happens_within(replica.tried, seconds) for replica in self.replicas))
 
     def meet(self, urls: Sequence[str]) -> None:
-        """Connect to new engines; those that are no longer listed get no new requests."""
+        """Connect to new engines; those that are not in `urls` get no new requests."""
         for replica in self.replicas:
             if not replica.named:
                 replica.leaving = replica.url not in urls
@@ -187,7 +187,7 @@ class ReplicaSet:
     # -- for the replicas --------------------------------------------------------------------------
 
     def agree(self, replica: Replica) -> None:
-        """Check an engine against the first one that connected. ValueError names what differs."""
+        """Check an engine against the first one. ValueError names what differs."""
         facts = dict(replica.met_server.facts())
         if self.options.check_model and not self.options.model:
             facts["model"] = replica.met_server.model

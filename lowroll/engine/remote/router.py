@@ -37,11 +37,11 @@ log = logging.getLogger(__name__)
 
 FAILURES = 4  # of one request, at engines that continue, before the run ends
 LOSSES = 32  # evictions that one request may see
-BUSY_S, LONGEST_BUSY_S = 0.2, 5.0  # pauses of an engine that answered "busy"
-# An engine is sent this many caches full of tokens, so that it does not run out of work before the
-# last sample of a group has ended (docs/log/engine.md).
+BUSY_S, LONGEST_BUSY_S = 0.2, 5.0  # of an engine that answered "busy"
+# caches full of tokens for one engine, so that it does not run out of work before the last sample
+# of a group has ended (docs/log/engine.md)
 AHEAD = 3.0
-BEHIND = 1.25  # times the least load that the engine with a turn's pages may have
+BEHIND = 1.25  # times the least load, for the engine with a turn's pages
 LEARNED = 1 / 64  # weight of an answer in the running mean of used token budgets
 MOST_HOMES = 1 << 16  # requests whose engine is remembered
 
@@ -52,7 +52,7 @@ class LoadBalancer:
     def __init__(self, concurrency: int) -> None:
         self._concurrency = concurrency
         self._share = 1.0  # mean drawn share of max_tokens
-        self._homes: dict[str, str] = {}  # request id -> url of the engine that drew it
+        self._homes: dict[str, str] = {}  # request id -> url
 
     def choose(self, able: Sequence[Replica], entry: QueuedRequest) -> Replica | None:
         """Return the engine with the fewest outstanding tokens; None when all are full. A later
@@ -75,7 +75,8 @@ class LoadBalancer:
         return int(request.n * request.max_tokens * self._share) + len(request.prompt_ids)
 
     def learn(self, flight: InFlightRequest, group: Group) -> None:
-        """Learn from an answer which share of its budget a request draws, and which engine drew it."""
+        """Learn from an answer which share of its budget a request draws, and which
+        engine drew it."""
         request = flight.entry.request
         num_drawn = sum(len(rollout.token_ids) for rollout in group.rollouts)
         drawn_share = num_drawn / (request.n * request.max_tokens)
@@ -87,7 +88,6 @@ class LoadBalancer:
                 del self._homes[oldest_id]
 
     def _is_free(self, replica: Replica, entry: QueuedRequest) -> bool:
-        """Return whether an engine has capacity for a request; an idle one takes any."""
         if not replica.flights:
             return True
         cache_tokens = replica.met_server.cache_tokens
@@ -118,7 +118,7 @@ class RequestRouter:
         self._dispatch_due = False
 
     def add(self, entries: Sequence[QueuedRequest]) -> None:
-        """Queue requests; all of one iteration of the loop are dispatched together."""
+        """Queue requests; those of one iteration of the loop are dispatched together."""
         self._waiting.extend(entries)
         if not self._dispatch_due:
             self._dispatch_due = True
@@ -275,7 +275,7 @@ class RequestRouter:
             self._end(entry, ServerError(f"{error}{note}", error.status))
 
     def _may_retry(self, flight: InFlightRequest, error: ServerError) -> bool:
-        """Count an error against the engine or the request. Return whether to retry the request."""
+        """Count an error against the engine or the request. Return whether to retry."""
         entry, replica = flight.entry, flight.replica
         if isinstance(error, EngineLost):
             entry.losses += 1
@@ -301,7 +301,7 @@ class RequestRouter:
 
     def _pause(self, flight: InFlightRequest, error: ServerError) -> bool:
         """Pause a busy engine for a time that doubles while it stays busy. Return whether the
-        request may wait on: for `start_s` in all."""
+        request may wait, for `start_s` in all."""
         loop, replica, entry = asyncio.get_running_loop(), flight.replica, flight.entry
         now = loop.time()
         replica.last_error = str(error)

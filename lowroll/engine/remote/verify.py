@@ -4,11 +4,11 @@ know: bad memory, a misread model, a vLLM that kept its old weights.
 An engine that joins a pool has to agree with one that works (`check_canary`). A run's vLLM is
 compared with the learner after an update (`Verifier`):
 
-1. distance    is the engine near the learner? The bound allows for the rounding of formats.
-2. movement    with d the learner's change since a reference and m the engine's, the share
-               <m, d> / <d, d> is 1 when updates arrive and 0 when they do not. A stale policy
-               passes (1) when steps are small. It is judged once d exceeds the distance clearly;
-               until then the reference stays, and steps add up.
+ 1. distance    is the engine near the learner? The bound allows for the rounding of formats.
+ 2. movement    with d the learner's change since a reference and m the engine's, the share
+                <m, d> / <d, d> is 1 when updates arrive and 0 when they do not. A stale policy
+                passes (1) when steps are small. It is judged once d exceeds the distance clearly;
+                until then the reference stays, and steps add up.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lowroll.engine.remote.http_client import HttpCall, ServerError
 from lowroll.engine.remote.protocol import PATH, prompt_logprobs
 from lowroll.engine.remote.server_base import EngineServer
 
-CLEAR = 5.0  # a movement is judged when it is so many times the distance
+CLEAR = 5.0  # a movement is judged at this multiple of the distance
 LEAST = 1e-4  # nats: below this, no movement is judged
 SHARE = 0.5
-TOKENS = 24  # of the text that is scored; fewer in a short context
+TOKENS = 24  # of the scored text; fewer in a short context
 CANARY_BOUND = 0.1  # nats a token, root mean square
 CANARY_BYTES = 1 << 20  # length limit of the canary's answer
 
@@ -46,8 +46,8 @@ class _LogprobPair:
 
 
 class Verifier:
-    """The tests of an engine against the learner. bound: the largest accepted root mean square
-    distance, in nats a token."""
+    """The tests of an engine against the learner. bound: the largest root mean square distance, in
+    nats a token."""
 
     def __init__(self, vocab_size: int, context_length: int, bound: float) -> None:
         self.ids = text(vocab_size, context_length)
@@ -73,7 +73,7 @@ class Verifier:
         learner_change = _differences(now.learner, before.learner)
         engine_change = _differences(now.engine, before.engine)
         noise = before.apart
-        if any(engine_change):  # else the distance now holds the movement that the engine missed
+        if any(engine_change):  # else the distance contains the movement that the engine missed
             noise = max(noise, now.apart)
         moved_nats = distance(now.learner, before.learner)
         if moved_nats <= max(CLEAR * noise, LEAST):
@@ -100,7 +100,7 @@ async def canary_logprobs(server: EngineServer, deadline_s: float) -> list[float
 
 
 def check_canary(mine: list[float], theirs: list[float], witness: str) -> None:
-    """Raise ServerError when an engine's log-probs are too far from the witness's."""
+    """Raise ServerError when log-probs are too far from the witness's."""
     distance_nats = distance(mine, theirs) if mine else 0.0
     if math.isnan(distance_nats) or distance_nats > CANARY_BOUND:
         raise ServerError(

@@ -11,7 +11,7 @@ from lowroll.engine.remote.server_base import HeldPolicy
 from lowroll.types import Group
 from lowroll.weights.sync.base import Broadcast
 
-MOST = 256  # versions that are remembered; a request in flight spans fewer
+MOST = 256  # remembered versions; a request in flight spans fewer
 
 
 class Superseded(Exception):
@@ -27,7 +27,7 @@ class PolicyVersions:
 
     def __init__(self) -> None:
         self.newest: Broadcast | None = None
-        self.held: HeldPolicy | None = None  # the newest that was agreed on
+        self.held: HeldPolicy | None = None  # newest agreement
         self.settled = asyncio.Event()
         self.settled.set()
         self.broadcasting = False
@@ -70,8 +70,7 @@ class PolicyVersions:
 
 
 def agreed(acknowledged: Mapping[str, HeldPolicy]) -> HeldPolicy:
-    """Return the policy that most engines acknowledge. acknowledged: by address. ServerError for a
-    tie."""
+    """Return the policy that most engines (by address) acknowledge. ServerError for a tie."""
     (most_held, most), *others = Counter(acknowledged.values()).most_common()
     if others and others[0][1] == most:
         statements = "; ".join(

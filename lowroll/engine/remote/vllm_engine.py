@@ -40,17 +40,17 @@ _log = logging.getLogger(__name__).info
 
 Way = Literal["folder", "nccl"]
 BASE = "policy"
-SILENT_S = 180.0  # six times the interval of heartbeats; also bounds the first calls
-BOUND = 0.5  # nats a token that a format may be away from the learner
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of adapters that vLLM 0.20 and newer take
-ADAPTERS_TOGETHER = 2  # two versions, while the older one's requests end
+SILENT_S = 180.0  # six heartbeats; also bounds the first calls
+BOUND = 0.5  # nats a token between a format and the learner
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of adapters in vLLM 0.20 and newer
+ADAPTERS_TOGETHER = 2  # an older version's requests may still run
 
 
 class VllmEngine(EnginePool):
     """A pool of one vLLM. Made by `start` or `attach`.
 
     verify: log-probs of ids[1:] under the learner; default those of the update's own model, if it
-    is in this process. bound: the engine's largest accepted distance from them, in nats.
+    is in this process. bound: the engine's largest distance from them, in nats.
     """
 
     def __init__(
@@ -191,8 +191,7 @@ class VllmEngine(EnginePool):
         return cls(url, folder, **options)
 
     def close(self) -> None:
-        """Abort the requests in flight. End a server that was started here; unload the adapters of
-        another. Idempotent."""
+        """End a server that was started here, or unload the adapters of another. Idempotent."""
         if self.closed:
             return
         if self._transfer is not None:
@@ -213,8 +212,8 @@ class VllmEngine(EnginePool):
     # -- pause -------------------------------------------------------------------------------------
 
     def pause(self, mode: Literal["keep", "wait", "abort"] = "keep") -> None:
-        """Stop drawing: freeze the requests in flight, wait for their end, or end them with finish
-        reason "abort". New requests wait for `resume`."""
+        """Stop drawing: freeze the requests in flight, wait for their end, or end them with
+        "abort". New requests wait for `resume`."""
         self.found.needs("pause", "/pause", "/resume")
         self.run(self._server.pause(mode, self.request_s), self.request_s)
 
@@ -271,8 +270,6 @@ class VllmEngine(EnginePool):
         self._unload(keep=name)
 
     def _unload(self, keep: str | None) -> None:
-        """Unload the adapters that no request in flight uses, except `keep`, with their folders."""
-
         async def unload() -> None:
             kept_names = self.models_in_use | {keep}
             for name in [name for name in self._loaded if name not in kept_names]:
@@ -316,7 +313,7 @@ class VllmEngine(EnginePool):
             engine_logprobs = self.score([ids], [1])[0].tolist()
         except EngineLost:
             raise
-        except ServerError as error:  # for example, of log-probs that are no numbers
+        except ServerError as error:  # for example, log-probs that are no numbers
             raise NotArrived(f"update to version {update.version}: {error}") from None
         self._verifier.check(learner_logprobs, engine_logprobs, update.version)
 
@@ -357,7 +354,6 @@ def _supported_rank(wanted: int) -> int:
 def _update_kind(
     found: ProbedVllm, model: ServedModel, lora_rank: int | None, way: Way | None
 ) -> Kind | None:
-    """Return the kind of update that vLLM takes, None for none. ValueError says what it lacks."""
     if lora_rank is not None:
         found.check_adapters()
         return "adapter"

@@ -33,7 +33,7 @@ from lowroll.model.names import dtype_of
 from lowroll.weights.sync.update import WeightUpdate, check_content
 
 ID_IN_REQUEST = (0, 32)  # first known version
-STORED_ID = "broadcast_from/0/0"  # where vLLM's StatelessProcessGroup looks for it
+STORED_ID = "broadcast_from/0/0"  # where vLLM's StatelessProcessGroup looks
 TURN = 0.05
 INIT, START, UPDATE, FINISH = TRANSFER
 
@@ -96,7 +96,7 @@ class NcclTransfer:
         self._communicator = self._store = None
 
     def meet(self, device: torch.device) -> Communicator:
-        """Return the communicator with vLLM's workers, which join it the first time."""
+        """Return the communicator with vLLM's workers, who join the first time."""
         if self._communicator is not None:
             return self._communicator
         call = HttpCall("GET", "/get_world_size", "the number of vLLM's workers", again=True)

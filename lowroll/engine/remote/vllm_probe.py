@@ -1,5 +1,5 @@
-"""A probe of the vLLM at an address. Its features are read from its own description (/openapi.json)
-and its answers, not from its version, which is 0.20 or newer."""
+"""A probe of the vLLM (0.20 or newer) at an address. Its features are read from /openapi.json and
+its answers, not from its version."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowroll.engine.remote.http_client import HttpCall, HttpClient, ServerError,
 from lowroll.engine.remote.protocol import PATH
 
 OLDEST = (0, 20)
-FIELDS = (  # fields of a /v1/completions body that rollouts need
+FIELDS = (  # of a /v1/completions body, needed for rollouts
     "prompt",
     "seed",
     "logprobs",
@@ -41,11 +41,11 @@ ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 class ProbedVllm:
     version: tuple[int, ...]
     model: str
-    root: str  # the folder of that model, as stated
+    root: str  # folder of that model, as stated
     context_length: int
     paths: frozenset[str]
     processed: bool  # log-probs are of the distribution that it draws from
-    cpu: bool | None  # it computes on a CPU; None: unknown
+    cpu: bool | None  # None: unknown
     lora: bool  # adapters may be loaded while it runs
 
     @property
@@ -122,7 +122,7 @@ def _keys_at(described: Any, *names: str) -> set[str]:
 
 
 def _base_model(answer: Any) -> tuple[str, str, int]:
-    """Return (name, folder, context length) of the base model."""
+    """Return (name, folder, context length)."""
     try:
         base_card = next(
             model_card for model_card in answer["data"] if model_card.get("parent") is None
@@ -148,7 +148,7 @@ async def _is_processed(http: HttpClient, model: str) -> bool:
 async def _two_likeliest(
     http: HttpClient, model: str, *, temperature: float, top_k: int
 ) -> tuple[float, float]:
-    """Draw one token, and return the log-probs of the second likeliest and of the likeliest."""
+    """Return the log-probs of the second likeliest and of the likeliest token."""
     body = {
         "model": model,
         "prompt": [1, 2, 3],
@@ -179,7 +179,8 @@ async def _on_cpu(http: HttpClient) -> bool | None:
 
 
 async def _takes_adapters(http: HttpClient) -> bool:
-    """Return whether it was started with LoRA: else it refuses an adapter for more than its folder."""
+    """Return whether it was started with LoRA: else it refuses an adapter for more than
+    its folder."""
     body = {"lora_name": "lowroll-probe", "lora_path": "/nonexistent/lowroll-probe"}
     try:
         await http.answer(HttpCall("POST", ADAPTERS[0], "the probe of adapters", body))

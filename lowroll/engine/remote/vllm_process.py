@@ -1,6 +1,6 @@
-"""A vLLM server as a child, in a process group of its own. It has a Unix socket in a private
-folder, because its control routes (`VLLM_SERVER_DEV_MODE`) need no token: on loopback every user of
-the machine could call them."""
+"""A vLLM server as a child, in a process group of its own. Its Unix socket is in a private folder,
+because its control routes (`VLLM_SERVER_DEV_MODE`) need no token: on loopback every user of the
+machine could call them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENDING = 15.0  # seconds: the reaper's grace with a margin
 TELLING = 15.0  # seconds between two lines about a start
 PASSED = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "HF_HOME", "XDG_CACHE_HOME", "OMP_NUM_THREADS")
 PREFIXES = ("VLLM_", "NCCL_", "TRITON_", "TORCH")
-ALWAYS = {  # the routes that updates and pauses need, and no telemetry
+ALWAYS = {  # routes for updates and pauses, and no telemetry
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -136,7 +136,7 @@ class VllmProcess:
 def _environment(site: str | None, devices: str | None) -> Mapping[str, str]:
     prefixed_names = [name for name in os.environ if name.startswith(PREFIXES)]
     environment = machine.kept_env(*PASSED, *prefixed_names)
-    environment.pop("VIRTUAL_ENV", None)  # it has an environment of its own
+    environment.pop("VIRTUAL_ENV", None)
     environment = UNLESS_SET | environment
     if devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = devices

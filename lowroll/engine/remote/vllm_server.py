@@ -64,8 +64,7 @@ class ServedModel:
 
 
 class VllmServer(EngineServer):
-    """A vLLM. kind: of the updates that it takes as a stream. updates_in_flight: requests continue
-    meanwhile."""
+    """A vLLM. kind: of streamed updates. updates_in_flight: requests continue meanwhile."""
 
     def __init__(
         self,
@@ -149,7 +148,7 @@ class VllmServer(EngineServer):
         }
 
     def stats(self, metrics: str) -> EngineStats:
-        values: dict[str, float] = {}  # summed over the lines of one name
+        values: dict[str, float] = {}  # summed over lines of one name
         cache_labels: dict[str, str] = {}  # the size of the cache is in labels of a metric
         for name, label_text, value in _METRIC_LINE.findall(metrics):
             values[name] = values.get(name, 0.0) + float(value)

@@ -15,9 +15,9 @@ from lowroll.weights.sync.base import Broadcast
 
 log = logging.getLogger(__name__)
 
-ABREAST_S = 1.0  # least grace of the others after the first engine has the weights
-LOOK_S = 0.25  # between two checks for a newer version while no engine has taken this one
-GONE = 409  # the status of an engine that does not find the version any more
+ABREAST_S = 1.0  # least grace of the others after the first engine
+LOOK_S = 0.25  # between checks for a newer version while no engine has taken this one
+GONE = 409  # status of an engine that does not find the version
 
 
 class WeightBroadcaster:
@@ -92,8 +92,8 @@ class WeightBroadcaster:
     async def _send(
         self, ready: list[Replica], broadcast: Broadcast, superseded: Callable[[], bool]
     ) -> tuple[dict[Replica, HeldPolicy], bool]:
-        """Have all engines take the version. Return the policy that each acknowledges, and whether
-        a newer version replaced this one."""
+        """Send the version to all engines. Return the policy that each acknowledges, and whether a
+        newer version replaced this one."""
         loop = asyncio.get_running_loop()
         replicas_by_task = {
             asyncio.ensure_future(replica.take(broadcast)): replica for replica in ready
