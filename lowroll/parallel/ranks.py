@@ -3,7 +3,7 @@
 Every rank has the whole batch, runs its share of the passes, and gathers the results of all, from
 which it computes the same counts, metrics and refusals.
 
-    Ranks                      one process alone: exactly the plain path
+    Ranks                      one process alone
     RankGroup                  n processes, each with the whole model (plain data parallel)
     parallel.sharding.Sharded  n processes, each with a part of it (FSDP2)
 
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 PerToken = dict[int, Tensor]  # sample index -> float32 [tokens of its response], detached
 
 BUCKET = 64 << 20  # entries of gradients sent at once
-ROLL_CALL_S = 2.0  # after a failure: a rank that has not failed within this time counts as missing
+ROLL_CALL_S = 2.0  # a rank that has not failed so long after a failure is missing
 IFREQ = 40  # bytes of Linux' struct ifreq
 SIOCGIFADDR = 0x8915
 
 
 class RankLost(TransportError):
-    """A rank that disappeared while the others waited for it; the message names it."""
+    """A rank that disappeared while the others waited for it."""
 
 
 def rows_of(rank: int, size: int, height: int) -> slice:
@@ -81,7 +81,7 @@ class Ranks:
         return squares
 
     def shard(self, model: Transformer) -> Transformer:
-        """Keep this rank's shards of a whole model; returns it."""
+        """Keep this rank's shards of a whole model, and return it."""
         return model
 
     def mirror(self, model: Transformer, device: torch.device | str = "cpu") -> Transformer | None:
@@ -109,7 +109,7 @@ class Ranks:
         return whole[:]
 
     def dtype(self, p: Tensor) -> torch.dtype:
-        """Return the dtype in which passes read a parameter: what a float32 shard is rounded to."""
+        """Return the dtype in which passes read a parameter."""
         return p.dtype
 
     def on_whole(
@@ -220,7 +220,6 @@ class RankGroup(Ranks):
                 gradient.copy_(piece.view_as(gradient))
 
     def tell(self, data: bytes | None = None, wait_s: float | None = None) -> bytes:
-        """Send data from the leading rank, and return it on every rank."""
         # the others wait for the length in the store; the bytes come by broadcast
         self._told += 1
         key = f"told/{self._told}"
@@ -255,8 +254,7 @@ class RankGroup(Ranks):
 
     @contextmanager
     def _together(self, what: str) -> Iterator[None]:
-        """Wait for all ranks inside the block, and convert torch's errors to one that names missing
-        ranks."""
+        """Convert torch's errors of a wait for all ranks to one that names missing ranks."""
         start_time = time.monotonic()
         try:
             self._store.set(f"at/{self.rank}", what)
@@ -281,7 +279,7 @@ class RankGroup(Ranks):
             absent_ranks = self._names(self._absent("failed"))
             # the store ends with the leading rank, which stays to answer the others
             time.sleep(ROLL_CALL_S / 2 if self.leads else 0)
-        except RuntimeError:  # the store does not answer
+        except RuntimeError:  # the store is gone
             absent_ranks = "rank 0, at which all meet"
         lost_ranks = absent_ranks or "a rank (all failed alike)"
         if waited_s >= 0.9 * self.deadline_s:

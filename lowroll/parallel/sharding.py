@@ -5,7 +5,7 @@ float32 to the shards. So every pass needs all ranks (`lockstep`).
 
     learning weights   float32 shards are the masters, which passes read in the model's dtype
     frozen weights     shards in the model's dtype: a reference, a teacher, the base of an adapter
-    adapters           whole on every rank, as plain data parallel: they are small
+    adapters           whole on every rank: they are small
     corrections        of routers: whole on every rank, in float32
     codes              of aligned forwards and transposes: whole on every rank, renewed by block
 
@@ -67,13 +67,13 @@ class Sharded(RankGroup):
         return set()
 
     def shard(self, model: Transformer) -> Transformer:
-        """Replace the model's parameters by this rank's shards of them, and return it. ValueError
-        for low-bit weights, before anything changes."""
+        """Replace the model's parameters by this rank's shards, and return it. ValueError for
+        low-bit weights, before anything changes."""
         _check_not_low_bit(model)
         dtype = model.dtype
         self._unwrap_dense(model)
         whole_parameters = self._keep_whole(model)
-        # blocks first: the model itself then takes what is left
+        # the model itself then takes what is left
         for module in (*model.blocks, model):
             learning_parameters = []
             for p in module.parameters():
@@ -103,7 +103,6 @@ class Sharded(RankGroup):
                 self._named.add(linear)
 
     def _keep_whole(self, model: Transformer) -> set[nn.Parameter]:
-        """Move adapters and routers' corrections, which are not sharded, to the ranks' device."""
         whole_parameters: set[nn.Parameter] = set()
         for _, linear in model.linears():
             if linear.adapter is not None:
@@ -144,7 +143,7 @@ class Sharded(RankGroup):
         self, work: Callable[[int, Tensor], Tensor], parts: Sequence[Tensor], heights: Sequence[int]
     ) -> list[Tensor]:
         """Give matrix i to rank i, in pieces from all ranks; it comes back in pieces."""
-        # entries that this rank exchanges with each rank: of its shards, and of its own matrix
+        # entries exchanged with each rank: of this rank's shards, and of its own matrix
         shard_sizes = [part.numel() for part in parts] + [0] * (self.size - len(parts))
         piece_sizes = [0] * self.size
         has_matrix = self.rank < len(parts)
@@ -190,7 +189,6 @@ class Sharded(RankGroup):
                 _set_weight(mirror_linear, qtensor)
 
     def refill(self, mirror: Transformer | None, model: Transformer) -> None:
-        """Copy the weights that learn into a mirror again, block by block."""
         self._copy(mirror, model, [module for module in (*model.blocks, model) if _learns(module)])
 
     @torch.no_grad()
@@ -257,7 +255,6 @@ def pin(parameters: Sequence[nn.Parameter], pinned: bool = True) -> None:
 
 @contextmanager
 def _gathered(module: nn.Module) -> Iterator[None]:
-    """Gather a module's own parameters inside the block, in the dtype of passes."""
     assert isinstance(module, FSDPModule)
     module.unshard()
     try:

@@ -53,7 +53,7 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 
 
 async def weights(request: web.Request) -> web.Response:
-    """`GET /weights`: return the current weights, and the available versions."""
+    """`GET /weights`: return the current and the available versions."""
     store = request.app[WEIGHTS]
     health = await request.app[STATE].engine.health()
     available = await asyncio.to_thread(store.versions)
@@ -84,7 +84,7 @@ async def _update(app: web.Application, version: str, in_flight: InFlight) -> di
     try:
         try:
             weight_version, behavior = await _take_version(app, version, in_flight)
-        except Gap:  # the engine missed what the version changes
+        except Gap:  # the engine missed a version
             weight_version, behavior = await _take_version(app, version, in_flight, gap=True)
     except Refused:
         raise

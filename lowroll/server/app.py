@@ -43,9 +43,9 @@ log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ECHO_S = 1.0  # a second signal within it is ignored: terminals and wrappers often send two
-LAST_S = 5.0  # grace for the answers of aborted requests
+LAST_S = 5.0  # for the answers of aborted requests
 BACKLOG = 512
-THREADS = 4  # threads that encode texts and read weights
+THREADS = 4  # that encode texts and read weights
 
 
 async def health(request: web.Request) -> web.Response:
@@ -106,8 +106,8 @@ def make_app(
     *,
     loopback: bool = True,
 ) -> web.Application:
-    """Return the server's application. It has control routes if the admin has a token, and
-    `/weights` if there is also a weight store.
+    """Return the application. It has control routes if the admin has a token, and `/weights` if
+    there is also a weight store.
 
     loopback: clients must call the server by a name of this machine; without it and a token,
     ValueError.
@@ -124,7 +124,7 @@ def make_app(
     if weights is not None:
         app[admin.WEIGHTS], app[admin.UPDATING] = weights, asyncio.Lock()
     for (method, path), (_, handler) in routes.items():
-        # a name may be a hub id, with a slash
+        # a hub id has a slash
         app.router.add_route(method, path.replace("{name}", "{name:.+}"), handler)
     app.on_response_prepare.append(mark)
     app.on_cleanup.append(_end_workers)
@@ -167,9 +167,10 @@ async def run(
     ready: Callable[[], None],
     grace_s: float = 20.0,
 ) -> int:
-    """Serve until a signal comes, and return its number. ready: called once requests are accepted."""
+    """Serve until a signal comes, and return its number. ready: called once requests
+    are accepted."""
     engine = app[STATE].engine
-    # few threads: each keeps the memory of the largest text that it has encoded
+    # each thread keeps the memory of the largest text that it has encoded
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "texts"))
     runner = make_runner(app)
     await runner.setup()
@@ -183,7 +184,7 @@ async def run(
             log.warning("%s: ending", signal.Signals(signal_number).name)
             settle_task = asyncio.ensure_future(engine.settle(grace_s))
             await asyncio.wait({settle_task, second_signal}, return_when=asyncio.FIRST_COMPLETED)
-            settle_task.cancel()  # the second signal aborts what is open
+            settle_task.cancel()
         finally:
             await asyncio.to_thread(engine.stop)
             await runner.cleanup()
@@ -193,7 +194,7 @@ async def run(
 def make_runner(app: web.Application) -> web.AppRunner:
     """Return aiohttp's server with settings for untrusted clients."""
     quiet_log = logging.getLogger(f"{__name__}.http")
-    # clients that send no HTTP would fill the log with tracebacks
+    # clients that send no HTTP would fill the log
     quiet_log.setLevel(logging.CRITICAL)
     return web.AppRunner(
         app,
@@ -217,7 +218,7 @@ async def listen(
     event_loop = asyncio.get_running_loop()
     max_files = raise_file_limit()
     max_connections = max(1, min(limits.connections, max_files // 2))
-    # so many are accepted before the first is counted
+    # accepted before the first is counted
     backlog = max(1, min(BACKLOG, max_files // 8))
     event_loop.set_exception_handler(_FileShortageHandler())
 
@@ -230,13 +231,13 @@ async def listen(
 
     try:
         return await event_loop.create_server(connection, sock=listening, backlog=backlog)
-    except OSError as error:  # a socket that does not listen yet blocks no client
+    except OSError as error:  # a socket that does not listen blocks no client
         raise _address_error(listening.getsockname(), error) from None
 
 
 class _Connection(web.RequestHandler):
     """A connection that is dropped when its client reads nothing for `patience_s`. Invalid HTTP
-    gets errors in the server's format."""
+    gets the server's own errors."""
 
     __slots__ = ("patience_s", "silent", "unread")
 
@@ -247,7 +248,7 @@ class _Connection(web.RequestHandler):
         patience_s: float,
         silent: dict[web.RequestHandler, asyncio.TimerHandle],
     ) -> None:
-        # the arguments of aiohttp's own connections, without tracebacks in debug mode
+        # aiohttp's arguments, without tracebacks in debug mode
         super().__init__(server, loop=events, **server._kwargs | {"debug": False})
         self.patience_s = patience_s
         self.silent = silent
@@ -274,7 +275,6 @@ class _Connection(web.RequestHandler):
             self.unread = None
 
     def drop(self) -> None:
-        """Close the connection at once."""
         if self.transport is not None:
             self.transport.abort()
 

@@ -1,8 +1,8 @@
 """The engine's thread, the only one that calls the engine, and the requests in flight.
 
-Each iteration runs the posted jobs, then one step. First tokens are sent to their event loop at
-once. Other updates wait until the device works on the next step, because the event loop would take
-the GIL before. Updates for a slow reader are merged.
+Each iteration runs the posted jobs, then one step. First tokens are sent at once. Other updates
+wait until the device works on the next step, because the event loop would take the GIL before.
+Updates for a slow reader are merged.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from lowroll.types import FinishReason, Group, Request, Rollout
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-UPDATES_SENT_AT_ONCE = 8  # requests; so few updates delay the thread little
-JOBS_S = 0.02  # seconds for posted jobs in an iteration with requests in flight
+UPDATES_SENT_AT_ONCE = 8  # so few delay the thread little
+JOBS_S = 0.02  # seconds of jobs in an iteration with requests in flight
 
 
 class ServerBusy(RuntimeError):
@@ -34,7 +34,7 @@ class ServerBusy(RuntimeError):
 
 
 class EngineStalled(RuntimeError):
-    """A missing answer of the engine's thread; the message says what it is busy with."""
+    """A missing answer of the engine's thread; the message names its task."""
 
 
 class EngineFailed(RuntimeError):
@@ -43,7 +43,7 @@ class EngineFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Delta:
-    """The tokens that a sample has drawn since it was last read."""
+    """The tokens of a sample since the last read."""
 
     sample: int
     token_ids: list[int]
@@ -93,15 +93,15 @@ class InFlightRequest:
         self._loop = loop
         self._check_alive = check_alive
         self._forget = forget
-        # used by the event loop alone
-        self.pending: dict[int, Delta] = {}  # by sample, in the order of the first update
+        # of the event loop alone
+        self.pending: dict[int, Delta] = {}  # by sample, in the order of updates
         self._changed = asyncio.Event()
         self._end: Group | Exception | None = None
         self._abort_asked = False
-        # used by the engine's thread alone
+        # of the engine's thread alone
         self.handle: int | None = None
         self.aborted = False
-        self._num_sent: dict[int, int] = {}  # sent tokens of each sample
+        self._num_sent: dict[int, int] = {}  # sent tokens, by sample
         self._ended: set[int] = set()  # samples whose end was sent
 
     # -- in the event loop -------------------------------------------------------------------------
@@ -113,13 +113,13 @@ class InFlightRequest:
         self.abort()
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        """Yield one delta for each sample with new tokens, until all have ended; without `stream`
-        only at the end. Raises EngineFailed, EngineStalled."""
+        """Yield one delta for each sample with new tokens; without `stream` only at the end. Raises
+        EngineFailed, EngineStalled."""
         while True:
             while self.pending:
                 yield self.pending.pop(next(iter(self.pending)))
             if self._end is not None:
-                self._result()  # raises if the end is an error
+                self._result()  # raises an error
                 return
             self._changed.clear()
             await self._changed.wait()
@@ -128,7 +128,7 @@ class InFlightRequest:
 
     async def group(self) -> Group:
         """Return the finished group. Raises EngineFailed, EngineStalled; ValueError for an invalid
-        request that was held back."""
+        held request."""
         while self._end is None:
             self._changed.clear()
             await self._changed.wait()
@@ -137,13 +137,13 @@ class InFlightRequest:
         return self._result()
 
     def abort(self) -> None:
-        """End the request now; its group gets the finish reason "abort"."""
+        """End the request with the finish reason "abort"."""
         if self._end is None and not self._abort_asked:
             self._abort_asked = True
             self._loop.post(lambda: self._loop.abort(self))
 
     def receive(self, deltas: list[Delta], end: Group | Exception | None) -> None:
-        """Merge new tokens with those that the reader has not read, and take the end."""
+        """Merge new tokens with unread ones, and take the end."""
         for delta in deltas:
             earlier = self.pending.get(delta.sample)
             self.pending[delta.sample] = delta if earlier is None else earlier.then(delta)
@@ -164,7 +164,7 @@ class InFlightRequest:
     # -- on the engine's thread --------------------------------------------------------------------
 
     def new_deltas(self, samples: Sequence[PartialSample]) -> list[Delta]:
-        """Return a delta for each sample that has drawn tokens or has ended since the last call."""
+        """Return a delta for each sample with new tokens or a new end."""
         return [
             self._delta(sample, drawn)
             for sample, drawn in enumerate(samples)
@@ -173,7 +173,7 @@ class InFlightRequest:
         ]
 
     def last_deltas(self, group: Group) -> list[Delta]:
-        """Return the last delta of each sample whose end was not sent."""
+        """Return the deltas of samples whose end was not sent."""
         return [
             self._delta(sample, rollout)
             for sample, rollout in enumerate(group.rollouts)
@@ -189,7 +189,7 @@ class InFlightRequest:
 
 
 class Update(NamedTuple):
-    """The news of a request. end: its group or error; None while it runs."""
+    """The news of a request. end: its group or error, if any."""
 
     request: InFlightRequest
     deltas: list[Delta]
@@ -197,7 +197,7 @@ class Update(NamedTuple):
 
 
 class Watchdog:
-    """The current task of the engine's thread, and its start. deadline_s: of one iteration."""
+    """The current task of the engine's thread. deadline_s: of one iteration."""
 
     def __init__(self, deadline_s: float) -> None:
         self.deadline_s = deadline_s
@@ -209,7 +209,7 @@ class Watchdog:
         self._since = time.monotonic()
 
     def check(self, what: str) -> None:
-        """Raise EngineStalled for the waiting `what` when the thread is late."""
+        """Raise EngineStalled, for the waiting `what`, when the thread is late."""
         if time.monotonic() - self._since > self.allowed_s:
             raise EngineStalled(f"{what}: {self}")
 
@@ -219,7 +219,7 @@ class Watchdog:
 
 
 class Outbox:
-    """The updates of requests on their way from the engine's thread to the event loops."""
+    """The updates from the engine's thread to the event loops."""
 
     def __init__(self, engine: Engine, metrics: Metrics) -> None:
         self._engine = engine
@@ -234,10 +234,10 @@ class Outbox:
         self._updates.append(Update(request, deltas, end))
 
     def collect(self, in_flight: dict[int, InFlightRequest]) -> None:
-        """Add the tokens that a step has drawn for streams. First tokens are sent at once, and the
-        others if they are few."""
+        """Add the new tokens of streams. First tokens are sent at once, and the others if they are
+        few."""
         first_updates: list[Update] = []
-        moved = []  # times of each stream, and the most tokens of one of its samples
+        moved = []  # times of each stream, and most tokens of a sample
         for handle, request in in_flight.items():
             if not request.stream:
                 continue
@@ -304,7 +304,7 @@ class PauseControl:
         self._answer(ValueError("mode: resumed before all requests had ended"))
 
     def stop(self) -> None:
-        """Refuse the waiting pause at shutdown."""
+        """Refuse the waiting pause."""
         self._answer(EngineStalled("pause: the server is ending"))
 
     def _answer(self, error: Exception | None) -> None:
@@ -331,7 +331,7 @@ class EngineLoop:
         self.outbox = Outbox(engine, metrics)
         self.pausing = PauseControl()
         self.in_flight: dict[int, InFlightRequest] = {}
-        self.held: deque[InFlightRequest] = deque()  # came while a pause waited for others
+        self.held: deque[InFlightRequest] = deque()  # came during a waiting pause
         self.failures = 0  # consecutive failed steps
 
     def post(self, job: Callable[[], None]) -> None:
@@ -339,12 +339,12 @@ class EngineLoop:
         self.jobs.put(job)
 
     def run(self) -> None:
-        """Iterate until `stopping`, and answer all requests that are left."""
+        """Iterate until `stopping`, and answer all requests."""
         try:
             while not self.stopping:
                 self._iterate()
             self.abort_all()
-            self._iterate()  # aborted requests come back from a step
+            self._iterate()  # returns aborted requests
         finally:
             self._fail(EngineFailed("the server has ended"), self.held)
             self.pausing.stop()
@@ -398,7 +398,6 @@ class EngineLoop:
     # -- iterations --------------------------------------------------------------------------------
 
     def _iterate(self) -> None:
-        """Run jobs and one step, and send what it drew. An error fails all requests in flight."""
         try:
             self._run_jobs()
             if self._can_step():
@@ -411,7 +410,7 @@ class EngineLoop:
             if self.pausing.state == "draining" and not self.in_flight:
                 self.outbox.send()
                 self.pausing.end_drain()
-        except Exception:  # of a step or an abort: other requests continue
+        except Exception:  # other requests continue
             log.exception("the engine failed: %s", self.watchdog.busy_with)
             self.failures += 1
             self._give_up()
@@ -437,12 +436,9 @@ class EngineLoop:
             return
 
     def _can_step(self) -> bool:
-        """Return whether the engine has work; in a pause, only to return aborted requests."""
         return bool(self.in_flight) and (self.pausing.state != "paused" or self._all_aborted())
 
     def _holds_back(self) -> bool:
-        """Return whether new requests must wait: for a pause, or for a step that returns aborted
-        ones."""
         return self.pausing.state == "draining" or self._all_aborted()
 
     def _all_aborted(self) -> bool:

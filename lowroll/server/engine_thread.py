@@ -75,8 +75,8 @@ class EngineThread:
                 log.error("the engine's thread did not end: %s", self.watchdog)
 
     async def submit(self, request: Request, *, stream: bool = False) -> InFlightRequest:
-        """Queue a request. stream: report its tokens while they are drawn. ValueError names the
-        wrong field as the engine does; ServerBusy, EngineStalled."""
+        """Queue a request. stream: report its tokens while they are drawn. ValueError as of
+        `Engine.add`; ServerBusy, EngineStalled."""
         if self.closing:
             raise ServerBusy("the server is ending")
         if self._open_samples >= self.max_samples:
@@ -112,7 +112,8 @@ class EngineThread:
             call_result.cancel()  # cancelled by the caller
 
     def compile_grammar(self, text: str) -> None:
-        """Compile a grammar in the caller's thread, so that the engine finds it cached. ValueError."""
+        """Compile a grammar in the caller's thread, so that the engine finds it cached.
+        ValueError."""
         grammars = getattr(self.engine, "grammars", None)  # a remote engine has none
         if grammars is not None:
             grammars.compile(text)
@@ -122,8 +123,7 @@ class EngineThread:
 
         keep: requests in flight continue after `resume`. wait: they finish first, and new ones are
         held back; EngineStalled when that takes more than `drain_s`, and then nothing is paused;
-        ValueError when a resume or another pause comes first. abort: they end now, with what they
-        have drawn.
+        ValueError when a resume or another pause comes first. abort: they end now.
         """
         drained: Future[None] = Future()  # ends when the thread has paused
         drain_result = asyncio.wrap_future(drained)
@@ -156,7 +156,7 @@ class EngineThread:
         return self.loop.pausing.state == "paused"
 
     async def abort_all(self) -> int:
-        """End every request now, with the tokens drawn so far. Return their number."""
+        """End every request now. Return their number."""
         return await self.call(lambda engine: self.loop.abort_all(), "abort")
 
     async def health(self, deadline_s: float | None = None) -> EngineHealth:
@@ -170,7 +170,7 @@ class EngineThread:
             raise EngineStalled(f"health: no answer in {allowed_s:g} s: {self.watchdog}")
         engine_health = await self._probe
         if isinstance(engine_health, EngineStalled):
-            raise EngineStalled(str(engine_health))  # a separate exception for each caller
+            raise EngineStalled(str(engine_health))  # one for each caller
         return engine_health
 
     async def settle(self, grace_s: float) -> int:
@@ -192,7 +192,6 @@ class EngineThread:
         self.watchdog.check(what)
 
     async def _wait_for(self, result: asyncio.Future[T], what: str) -> T:
-        """Return a result of the engine's thread. EngineStalled when the thread hangs meanwhile."""
         while not (await asyncio.wait([result], timeout=self.loop.idle_s))[0]:
             self.check_alive(what)
         return await result

@@ -49,10 +49,10 @@ Access = Literal["open", "token", "admin"]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Routes = Mapping[tuple[str, str], tuple[Access, Handler]]  # by method and path
 
-WORKERS = 2  # threads that encode texts and write long answers
+WORKERS = 2  # that encode texts and write long answers
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 LARGE_BODY = 1 << 16  # bytes from which a body is parsed in a worker, and counted
-_MAX_SHOWN_PATH = 100  # characters of a path in an error
+_MAX_SHOWN_PATH = 100  # characters in an error
 _REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _BRACES_TO_BRACKETS = bytes.maketrans(b"{}", b"[]")
@@ -61,34 +61,34 @@ _OTHER_BYTES = bytes(set(range(256)) - set(b"[]{}"))
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """The limits of one client, or of all together, in bytes and seconds."""
+    """The limits of the server, in bytes and seconds."""
 
     body: int = 8 << 20
     bodies: int = 512 << 20  # of all open requests
-    text: int = 1 << 20  # characters of a text that is only encoded
-    told: int = 1 << 18  # log-probs of prompts in one answer
+    text: int = 1 << 20  # characters to encode
+    told: int = 1 << 18  # prompt log-probs in one answer
     told_streamed: int = 1 << 13  # in a stream
     headers: int = 16 << 10
-    depth: int = 32  # nested lists and objects in a body
-    n: int = 64  # samples of one prompt
+    depth: int = 32  # of nested lists and objects
+    n: int = 64  # of one prompt
     prompts: int = 256  # of one request
-    requests: int = 1024  # open at a time
+    requests: int = 1024  # open together
     connections: int = 4096
-    head_s: float = 10.0  # until a new connection has sent a request
-    body_s: float = 30.0  # until its body has come
-    health_s: float = 10.0  # until the engine's thread must have answered
-    write_s: float = 60.0  # until a client has read a part of its answers
-    update_s: float = 300.0  # until the engine has taken new weights
+    head_s: float = 10.0  # to send a first request
+    body_s: float = 30.0  # to send a body
+    health_s: float = 10.0  # for the engine's thread to answer
+    write_s: float = 60.0  # to read a part of an answer
+    update_s: float = 300.0  # for the engine to take weights
 
 
 @dataclass
 class ServerState:
-    """The engine's thread and the model, for all handlers (`request.app[STATE]`). vocabulary: None
-    lets only token ids in and out."""
+    """The state for all handlers (`request.app[STATE]`). vocabulary: None lets only token ids in
+    and out."""
 
     engine: EngineThread
     chat: ChatTokenizer | None
-    name: str  # of the served model
+    name: str  # of the model
     capabilities: Capabilities
     vocabulary: Vocabulary | None = None
     limits: ServerLimits = field(default_factory=ServerLimits)
@@ -113,19 +113,18 @@ class ServerState:
             raise wrong_field("n", f"{n} answers; {self.limits.n} at most")
 
     def require_vocabulary(self, field: str) -> Vocabulary:
-        """Return the model's vocabulary. Refuse the field if there is none."""
+        """Return the model's vocabulary. Refuse the field without one."""
         if self.vocabulary is None:
             raise wrong_field(field, "the model has no tokenizer; use token ids")
         return self.vocabulary
 
     def tokens_left(self, prompt_ids: list[int]) -> int:
-        """Return how many tokens the context leaves for an answer; at least 1, for the engine to
-        refuse."""
+        """Return the tokens that the context leaves; at least 1, for the engine to refuse."""
         return max(1, self.capabilities.context_length - len(prompt_ids))
 
 
 STATE: web.AppKey[ServerState] = web.AppKey("state", ServerState)
-# connections without a request, and the timers that drop them
+# connections without a request, with their timers
 SILENT: web.AppKey[dict[web.RequestHandler, asyncio.TimerHandle]] = web.AppKey("silent", dict)
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 _BEGUN: web.RequestKey[bool] = web.RequestKey("begun", bool)
@@ -133,17 +132,16 @@ _BEGUN: web.RequestKey[bool] = web.RequestKey("begun", bool)
 
 @dataclass(frozen=True)
 class Credentials:
-    """The bearer tokens of clients: `token` for every route (None: needs none), `admin` for
-    control."""
+    """The bearer tokens: `token` for every route (None: needs none), `admin` for control."""
 
     token: str | None = field(default=None, repr=False)
     admin: str | None = field(default=None, repr=False)
 
 
 def guard(routes: Routes, credentials: Credentials, hosts: frozenset[str] | None) -> Middleware:
-    """Return the middleware that admits requests and answers errors. hosts: the names by which
-    clients may call the server; None allows any."""
-    # the number of open requests, and the bytes of their large bodies
+    """Return the middleware that admits requests and answers errors. hosts: allowed names of the
+    server; None for any."""
+    # and bytes of their large bodies
     open_requests = held_bytes = 0
 
     @web.middleware
@@ -155,11 +153,11 @@ def guard(routes: Routes, credentials: Credentials, hosts: frozenset[str] | None
             timer.cancel()
         resource = request.match_info.route.resource
         path = "" if resource is None else resource.canonical
-        # hide paths without a route behind the token too
+        # hide unknown paths behind the token too
         access = routes[request.method, path][0] if (request.method, path) in routes else "token"
         is_counted = access == "token" and request.method == "POST"  # it may draw tokens
         open_requests += is_counted
-        size = 0  # for `finally`, when a check fails
+        size = 0  # for `finally`
         try:
             _check_version(request)
             _check_headers(request, state.limits)
@@ -174,7 +172,7 @@ def guard(routes: Routes, credentials: Credentials, hosts: frozenset[str] | None
                     f"{held_bytes - size:,} bytes of bodies are held, as many as may be"
                 )
             response = await handler(request)
-        except Exception as error:  # the client gets an answer, and the log the error
+        except Exception as error:  # the log gets the error
             response = _error_response(request, error)
         finally:
             open_requests -= is_counted
@@ -186,7 +184,6 @@ def guard(routes: Routes, credentials: Credentials, hosts: frozenset[str] | None
 
 
 def _held_bytes(request: web.Request, limits: ServerLimits) -> int:
-    """Return the bytes that a body holds while its request is open; 0 for a small one."""
     if not request.body_exists:
         return 0
     size = limits.body if request.content_length is None else request.content_length
@@ -194,7 +191,7 @@ def _held_bytes(request: web.Request, limits: ServerLimits) -> int:
 
 
 async def mark(request: web.BaseRequest, response: web.StreamResponse) -> None:
-    """Add the headers of every response, before it begins (an application signal)."""
+    """Add the headers of every response (an application signal)."""
     response.headers["Server"] = "lowroll"
     response.headers["X-Request-Id"] = request.get(REQUEST_ID, "")
     response.headers["X-Content-Type-Options"] = "nosniff"
@@ -202,7 +199,7 @@ async def mark(request: web.BaseRequest, response: web.StreamResponse) -> None:
 
 
 async def read_body(request: web.Request, kind: type[B]) -> B:
-    """Return the validated body of a request for this model. Raises Refused."""
+    """Return the validated body of a request. Raises Refused."""
 
     def parse(data: bytes) -> B:
         return parse_request(parse_json(data, state.limits.depth), kind, state.check_model)
@@ -237,7 +234,7 @@ def parse_json(body: bytes, depth: int) -> dict[str, Any]:
         if _too_deep(body, depth):
             raise Refused(f"body: more than {depth} lists and objects inside each other")
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
-        if "\\u" in text:  # only an escape can make a lone surrogate, which UTF-8 lacks
+        if "\\u" in text:  # only an escape can make a lone surrogate
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise Refused("body: a string has half of a surrogate pair") from None
@@ -259,7 +256,7 @@ def _too_deep(body: bytes, depth: int) -> bool:
     if body.count(b"[") + body.count(b"{") <= depth:
         return False
     brackets = _JSON_STRING.sub(b"", body).translate(_BRACES_TO_BRACKETS, _OTHER_BYTES)
-    for _ in range(depth):  # each round removes the innermost ones
+    for _ in range(depth):  # removes the innermost ones
         brackets = brackets.replace(b"[]", b"")
     return b"[]" in brackets or len(brackets) > depth
 
@@ -369,7 +366,7 @@ def _error_response(request: web.Request, error: Exception) -> web.StreamRespons
 
 
 def _unknown_path_text(request: web.Request) -> str:
-    """Suggest the nearest route: most clients omit /v1, or repeat it."""
+    """Suggest the nearest route, since most clients omit /v1, or repeat it."""
     path = request.path[:_MAX_SHOWN_PATH]
     known = [route.resource.canonical for route in request.app.router.routes() if route.resource]
     similar = get_close_matches(path, known, n=1)

@@ -85,7 +85,7 @@ async def _model_card(state: ServerState) -> Tree:
 
 class ChoiceText:
     """The text of one choice as it comes; empty without a vocabulary. start: characters before it.
-    marks: special tokens of tool calls are shown."""
+    marks: show special tokens of tool calls."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class ChoiceText:
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    """`POST /v1/completions`: continue prompts, and return the log-probs of given texts."""
+    """`POST /v1/completions`: continue prompts, and score given texts."""
     state = request.app[STATE]
     body = await read_body(request, CompletionRequest)
     state.check_n(body.n)
@@ -137,7 +137,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     grammar, grammar_names = await grammar_of(state, body)
     scores = await _prompt_scores(state, body, prompts)
     answer = CompletionAnswer(request, body, prompts, scores)
-    if body.max_tokens == 0:  # nothing is drawn: the scores are the answer
+    if body.max_tokens == 0:  # the scores are the answer
         return await json_response_in_worker(state, answer.scored, sum(map(len, answer.prompts)))
     requests = [
         body.to_engine_request(
@@ -263,7 +263,7 @@ class CompletionAnswer(Answer):
 
 
 class _LogprobLists:
-    """Log-probs in the format of /v1/completions: one list for each fact about a token."""
+    """Log-probs for /v1/completions: one list for each fact about a token."""
 
     def __init__(self, names: TokenNames) -> None:
         self.names = names
@@ -283,7 +283,7 @@ class _LogprobLists:
             return
         for token, value, top in zip(tokens, values, tops, strict=True):
             logprobs_by_name: dict[str, float] = {}
-            for other_id, logprob in top:  # of equal texts the likelier stays
+            for other_id, logprob in top:  # the likelier of equal texts stays
                 logprobs_by_name.setdefault(name(other_id), finite_logprob(logprob))
             logprobs_by_name.setdefault(token, value)
             self.top_logprobs.append(logprobs_by_name)
@@ -317,7 +317,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     tools = offered.tools if offered is not None else ()
     prompt = await encode_conversation(state, body.messages, body, tools)
     grammar, grammar_names = await grammar_of(state, body, offered)
-    field_names = CHAT_ENGINE_FIELDS | grammar_names  # the client's names, for errors
+    field_names = CHAT_ENGINE_FIELDS | grammar_names  # for errors
     max_tokens = body.max_tokens
     if body.max_completion_tokens is not None:
         max_tokens = body.max_completion_tokens

@@ -1,7 +1,7 @@
 """The bodies of requests as pydantic models, and their errors.
 
-Unknown fields are refused, except for `IGNORED_FIELDS`, and for `NEUTRAL_VALUES`, which request
-what happens anyway. The engine checks the ranges of sampling fields.
+Unknown fields are refused, except for `IGNORED_FIELDS`, and for neutral values. The engine checks
+the ranges of sampling fields.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_STOPS = 64
 MAX_TOOLS = 2048
 DEFAULT_MAX_TOKENS = 16  # as OpenAI's
 PauseMode = Literal["keep", "wait", "abort"]
-SEED_BITS = 53  # every JSON reader keeps integers of so many bits
+SEED_BITS = 53  # that every JSON reader keeps
 
 Text = Annotated[str, StringConstraints(max_length=1 << 24)]
 Name = Annotated[str, StringConstraints(max_length=256)]
@@ -42,7 +42,7 @@ IGNORED_FIELDS = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prediction "
     "cache_salt priority routed_experts_prompt_start".split()
 )
-# values that request what happens anyway, by field
+# by field: values that request what happens anyway
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         "tools functions tool_calls tool_call_id annotations refusal suffix audio documents echo "
@@ -65,7 +65,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 class Refused(ValueError):
-    """A refused request. param: the wrong field, as a path into the body ("messages[0].content")."""
+    """A refused request. param: the path of the wrong field in the body ("messages[0].content")."""
 
     def __init__(
         self, message: str, param: str | None = None, status: int = 400, code: str | None = None
@@ -85,7 +85,7 @@ def wrong_field(field: str, reason: str, status: int = 400, code: str | None = N
 
 
 def too_long(field: str, reason: str) -> Refused:
-    """Return the error of a text or prompt that exceeds the model's context."""
+    """Return the error of a text that exceeds the model's context."""
     return wrong_field(field, reason, code="context_length_exceeded")
 
 
@@ -167,7 +167,7 @@ class SamplingFields(RequestBody):
         self.check_sampling()
 
     def check_sampling(self, where: str = "") -> None:
-        """Refuse invalid token ids and too many stops. where: prefix of the field's name."""
+        """Refuse invalid token ids and too many stops. where: prefix of the field."""
         for name in self.logit_bias:
             if not re.fullmatch(r"0|[1-9][0-9]{0,9}", name):
                 raise wrong_field(f"{where}logit_bias", f"{name!r} is no token id")
@@ -187,7 +187,7 @@ class SamplingFields(RequestBody):
         request_id: str,
         grammar: str | None = None,
     ) -> Request:
-        """Return the engine's request for one prompt, with a random seed if it has none."""
+        """Return the engine's request for one prompt. Its default seed is random."""
         bias = tuple((int(name), bias) for name, bias in self.logit_bias.items())
         return Request(
             prompt_ids=prompt_ids,
@@ -214,7 +214,7 @@ class SamplingFields(RequestBody):
 
 class StreamOptions(RequestBody):
     include_usage: bool = False
-    include_obfuscation: bool = False  # has no effect: no padding is sent
+    include_obfuscation: bool = False  # has no effect
 
 
 class GenerationFields(RequestBody):
@@ -293,11 +293,11 @@ class ToolCall(RequestBody):
     id: Name | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # of a delta; some clients leave it in
+    index: int | None = None  # some clients leave a delta's in
 
 
 class ChatMessage(RequestBody):
-    """A message of a conversation. Its extra fields go to the chat template."""
+    """A message, whose extra fields go to the chat template."""
 
     role: Name
     tool_calls: list[ToolCall] | None = None
@@ -362,7 +362,7 @@ class ChatRequest(SamplingFields, GenerationFields, StructuredOutputFields, Conv
 
 
 class SamplingParams(SamplingFields):
-    skip_special_tokens: bool = True  # has no effect: no text is made
+    skip_special_tokens: bool = True  # has no effect
     logprobs: TopLogprobs | None = None
     prompt_logprobs: TopLogprobs | None = None
 
@@ -406,7 +406,7 @@ class DetokenizeRequest(RequestBody):
 
 
 class ControlBody(RequestBody):
-    """The body or query of a control route, without extra fields."""
+    """A body or query without extra fields."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -422,7 +422,7 @@ class WeightsRequest(ControlBody):
     in_flight: InFlight = "keep"
 
 
-# the client's names of the engine's fields
+# names of the engine's fields
 ENGINE_FIELDS = {
     "prompt_ids": "prompt",
     "stop_ids": "stop_token_ids",
@@ -464,7 +464,7 @@ def parse_request(
 
 
 def refuse_engine_error(error: ValueError, names: Mapping[str, str]) -> NoReturn:
-    """Raise the engine's refusal, "field: reason", under the client's name of the field."""
+    """Raise the engine's refusal, "field: reason", under the client's name."""
     text = str(error)
     match = re.match(r"(\w+)((?:\[\d+\])*): ", text)
     if match is None:

@@ -31,8 +31,8 @@ _ANY_OBJECT = {"type": "object"}
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """The syntax of calls in a format: `first` and `last` around all, `between` two, `open` and
-    `close` around the JSON of each; `arguments` is the key of the arguments."""
+    """The syntax of calls: `first` and `last` around all, `between` two, `open` and `close` around
+    the JSON of each; `arguments` is the key of the arguments."""
 
     between: str
     first: str = ""
@@ -109,8 +109,8 @@ def check_tool_names(tools: Sequence[Tool]) -> None:
 async def grammar_of(
     state: ServerState, body: StructuredOutputFields, offered: OfferedTools | None = None
 ) -> tuple[str | None, dict[str, str]]:
-    """Return the grammar of an answer, and the client's name of the engine's field `grammar`;
-    (None, {}) where anything is allowed. Refuse two grammars, and an invalid one."""
+    """Return the grammar of an answer, and the client's name of the field `grammar`; (None, {})
+    where anything is allowed. Refuse two grammars, and an invalid one."""
     writers = _requested_grammars(body)
     if offered is not None and offered.required:
         writers["tool_choice"] = lambda: _call_grammar(state, offered)
@@ -212,7 +212,7 @@ _WRITERS: dict[str, Callable[[Any], str]] = {
 
 
 def _call_grammar(state: ServerState, offered: OfferedTools) -> str:
-    """Return the grammar of calls of the required tools in the model's format. For two tools:
+    """Return the grammar of calls of the required tools. For two tools:
 
     start: FIRST call (BETWEEN call){0,31} LAST
     call: OPEN named CLOSE
@@ -227,7 +227,6 @@ def _call_grammar(state: ServerState, offered: OfferedTools) -> str:
     tokens = {text: f"<[{token}]>" for token, text in state.vocabulary.marks.items()}
 
     def literal(text: str) -> str:
-        """Write a mark as its special token, if there is one, else as text."""
         return tokens.get(text, json.dumps(text)) if text else ""
 
     more_calls = (

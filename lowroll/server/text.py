@@ -1,6 +1,6 @@
 """Text from token ids, whole or streamed.
 
-Unfinished characters, and an end that may become a stop string, are held back, so that a stream
+Unfinished characters, and the possible beginning of a stop string, are held back, so that a stream
 equals the whole response.
 """
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from lowroll.model.tokenizer import ChatTokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_MIN_LOGPROB = -9999.0  # as vLLM writes minus infinity
-_NUM_PROMPT_TOKENS = 8  # tokens of the prompt that are decoded with the first one
-_WINDOW = 32  # least number of tokens that are decoded again with the next one
+_MIN_LOGPROB = -9999.0  # vLLM's minus infinity
+_NUM_PROMPT_TOKENS = 8  # of the prompt, decoded with the first token
+_WINDOW = 32  # least tokens that are decoded again with the next one
 
 
 class TokenDecoder(Protocol):
@@ -62,7 +62,7 @@ class Vocabulary:
         return [int(token) for token in ids]
 
     def fewest_tokens(self, text: str) -> int:
-        """Return a lower bound of the text's tokens, without encoding it; 0 if there is none."""
+        """Return a lower bound of the text's tokens; 0 if there is none."""
         if self.longest == 0:
             return 0
         length = len(text.encode() if self._bytes else text)
@@ -93,7 +93,7 @@ class Vocabulary:
         return self.piece(token_id).decode("utf-8", "replace")
 
     def _piece(self, token_id: int) -> bytes:
-        """Return the bytes that one token adds to a text: the name of a special token, none for an
+        """Return the bytes that a token adds to a text: the name of a special token, none for an
         unknown id."""
         token = self.backend.id_to_token(token_id)
         if token is None:
@@ -140,7 +140,7 @@ def _keeps_length(normalizer: Any) -> bool:
 @dataclass(frozen=True)
 class TokenNames:
     vocabulary: Vocabulary | None
-    as_ids: bool  # "token_id:5": two tokens may have the same text
+    as_ids: bool  # "token_id:5": two tokens may have one text
 
     def name(self, token_id: int) -> str:
         if self.as_ids or self.vocabulary is None:
@@ -168,7 +168,7 @@ _BYTE_OF_CHAR = _byte_alphabet()
 
 
 class _ByteDecoder:
-    """A decoder of tokens that are bytes independent of their neighbours."""
+    """A decoder of tokens that are independent bytes."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -191,7 +191,7 @@ class _WindowDecoder:
         self.decode = vocabulary.decode
         self.window = list(prompt_ids[-_NUM_PROMPT_TOKENS:])
         self.text = self.decode(self.window)
-        self.shown = len(self.text)  # emitted characters
+        self.shown = len(self.text)  # already emitted
 
     def feed(self, token_ids: Iterable[int]) -> str:
         return "".join(self._next(token_id) for token_id in token_ids)
@@ -256,8 +256,8 @@ class ResponseText:
     def __init__(self, decoder: TokenDecoder, stop: Sequence[str] = ()) -> None:
         self.decoder = decoder
         self.stop = tuple(stop)
-        self.decoded = 0  # characters so far, with those that are held back
-        self._held = ""  # perhaps the beginning of a stop string
+        self.decoded = 0  # characters, with those held back
+        self._held = ""  # perhaps a stop string's beginning
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Return the text that the next tokens make final."""
@@ -266,8 +266,8 @@ class ResponseText:
         return "".join(self._release(self._decode([token])) for token in token_ids)
 
     def end(self, token_ids: Sequence[int], stop_reason: int | str | None) -> str:
-        """Return the rest of the text, with the last tokens. stop_reason: the id or text of the
-        stop, which is cut off."""
+        """Return the rest of the text. stop_reason: the id or text of the stop, which
+        is cut off."""
         if stop_reason is None:
             return self.feed(token_ids) + self._rest()
         text = self.feed(token_ids[:-1])

@@ -1,8 +1,7 @@
 """Weights by the id of a version, a folder in `--weights-dir`.
 
     weights-dir/step_000007/    as `checkpoint.publish` leaves it: a dense model folder of the served
-                                model's sizes, or a PEFT adapter folder; with a STABLE a trainer's
-                                broadcast (`weights.sync.folder`)
+                                model's sizes, or a PEFT adapter; with a STABLE a trainer's broadcast
 
 A client sends an id and never a path. Folders and files must not be links, and every byte has its
 published digest.
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
 _VERSION_ID = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}", re.ASCII)
 _TRAILING_NUMBER = re.compile(r"\d{1,18}$", re.ASCII)
-_MAX_READS = 3  # of a broadcast that is written again meanwhile
+_MAX_READS = 3  # of a broadcast that is being rewritten
 
 
 @dataclass(frozen=True)
@@ -56,14 +55,13 @@ class WeightVersion:
 
     @property
     def kind(self) -> str:
-        """The kind of its weights (`weights.sync.base.Kind`). DamagedError without a manifest."""
+        """The kind of its weights. DamagedError without a manifest."""
         if self.broadcast is not None:
             return self.broadcast.kind
         return "adapter" if "adapter_config.json" in published_files(self.folder) else "full"
 
     def number(self, newest: int) -> int:
-        """Return the number of its policy: of the broadcast, else in its name, else the one after
-        the newest."""
+        """Return its policy number: of the broadcast, else in its name, else after the newest."""
         if self.broadcast is not None:
             return self.broadcast.version
         match = _TRAILING_NUMBER.search(self.name)
@@ -84,7 +82,7 @@ class WeightStore:
         self.current: WeightVersion | None = None  # None before the first update
         if not self.folder.is_dir():
             raise ValueError(f"--weights-dir: {folder} is no folder")
-        # it loads torch, for which no request should wait
+        # loads torch, for which no request should wait
         import_module("lowroll.weights.sync.folder")
 
     def versions(self) -> list[str]:
@@ -120,14 +118,12 @@ class WeightStore:
         gap: bool = False,
     ) -> VersionUpdates:
         """Return the updates to a version, in memory, in order. newest: the number of the engine's
-        policy. able, weights: the engine's capabilities and format. gap: as of `_chain`.
-
-        Refuse with 404 an unknown version, with 409 one that is damaged or not for this engine.
-        """
+        policy. able, weights: the engine's capabilities and format. gap: as of `_chain`. Refuse
+        with 404 an unknown version, with 409 one that is damaged or not for this engine."""
         updates = []
         try:
             for link in self._chain(version, gap):
-                # `reading` finds out whether a broadcast is written again meanwhile
+                # finds out whether a broadcast is being rewritten
                 with nullcontext() if link.broadcast is None else reading(link.broadcast):
                     update = self._read(link, link.number(newest), able, weights)
                 updates.append((link, update))
@@ -138,7 +134,7 @@ class WeightStore:
             raise wrong_field("version", self._message(error), 409) from error
 
     def _chain(self, version: WeightVersion, gap: bool) -> list[WeightVersion]:
-        """Return the versions to take, the oldest first, and last the given one.
+        """Return the versions to take, the oldest first.
 
         A broadcast of changes needs the version `since` before it, and so on, back to the one that
         the engine holds or, with `gap`, to a complete one.

@@ -16,8 +16,8 @@ from lowroll.types import Batch, RunFailed
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 0.02  # between two polls of a wait
-REMIND_S = 300.0  # between two log lines of a wait
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 0.02  # between two polls
+REMIND_S = 300.0  # between two log lines
 
 
 class TransportError(RunFailed):
@@ -36,11 +36,11 @@ class DeadlineExceeded(TransportError):
 
 
 class PeerSilent(DeadlineExceeded):
-    """The other side was there and is silent now."""
+    """A silence of the other side, which was there."""
 
 
 class ChannelClosed(TransportError):
-    """The channel is closed, and empty."""
+    """The channel is closed and empty."""
 
 
 class DamagedFrame(TransportError):
@@ -48,7 +48,7 @@ class DamagedFrame(TransportError):
 
 
 class FrameGone(TransportError):
-    """The trainer needs a batch that the orchestrator no longer has."""
+    """A batch that the trainer needs and the orchestrator no longer has."""
 
 
 class Fenced(TransportError):

@@ -4,14 +4,12 @@ A batch is a header line (`kind`, `format`, `num_samples` and the batch's own fi
 sample. msgspec checks the lines against the dataclasses' type hints.
 
 1. Floats are written as their shortest decimal, which parses back to the same double (Steele &
-   White
-1990), infinities and NaN as the strings "inf", "-inf" and "nan".
+   White 1990), infinities and NaN as the strings "inf", "-inf" and "nan".
 2. A union of dataclasses carries the class name under `type`.
 3. Bytes are base64; a tuple of fixed length is a list of that length.
 4. A field marked `types.OMITTED` is left out where it is None, and never null.
 5. An unknown, missing or ill-typed field, a wrong count or a torn line is a CodecError that names
-   the
-line and the field.
+   the line and the field.
 
 The decoder also accepts a repeated field, an integer above 2^53 in a float field, and bits behind
 the last byte of base64. Checksums around the lines detect damage (`rollout_log`, `frame`).
@@ -52,7 +50,7 @@ def encode_batch(batch: Batch) -> bytes:
 
 
 def decode_batch(data: bytes, max_bytes: int = MAX_BYTES) -> Batch:
-    """Return the batch that `encode_batch` wrote as `data`."""
+    """Decode `encode_batch`."""
     if len(data) > max_bytes:
         raise CodecError(f"a batch of {len(data)} bytes is over the limit of {max_bytes}")
     if not data.endswith(b"\n"):
@@ -65,7 +63,7 @@ def decode_batch(data: bytes, max_bytes: int = MAX_BYTES) -> Batch:
 
 
 def encode_header(batch: Batch) -> bytes:
-    """Return the first line of a batch, with its newline."""
+    """Return the first line of a batch."""
     header = {"kind": "batch", "format": FORMAT, "num_samples": len(batch.samples)}
     header |= _to_plain(dataclasses.replace(batch, samples=[]), Batch, "batch")
     del header["samples"]
@@ -73,7 +71,7 @@ def encode_header(batch: Batch) -> bytes:
 
 
 def decode_header(line: bytes, num_samples: int) -> Batch:
-    """Return the batch of a header, without its `num_samples` samples."""
+    """Return the batch of a header, without its samples."""
     header = strictly("line 1", lambda: msgspec.json.decode(line))
     if type(header) is not dict or header.pop("kind", None) != "batch":
         raise CodecError("line 1: not the header of a batch")
@@ -92,7 +90,7 @@ def encode_sample(sample: Sample) -> bytes:
 
 
 def decode_sample(line: bytes, where: str = "sample") -> Sample:
-    """Return the sample in `line`, with or without its newline."""
+    """Decode a sample's line, with or without its newline."""
     decoded = strictly(where, lambda: msgspec.json.decode(line, type=_schema(Sample)))
     return cast(Sample, _to_record(decoded, Sample, _has_non_finite(line)))
 
@@ -135,7 +133,6 @@ def _union_members(hint: Any) -> tuple[Any, ...]:
 
 @cache
 def _needs_no_conversion(hint: Any) -> bool:
-    """Return whether msgspec's value of a hint is already the final one."""
     origin, args = _origin_and_args(hint)
     if origin is Literal or hint in (Any, str, int, bool, bytes, type(None)):
         return True
@@ -153,7 +150,6 @@ def _is_numeric(hint: Any) -> bool:
 
 @cache
 def _schema(hint: Any, tagged: bool = False) -> Any:
-    """Return msgspec's type for a type hint. tagged: a dataclass carries its name."""
     if hint is float:
         return _FLOAT
     if dataclasses.is_dataclass(hint):
@@ -281,7 +277,6 @@ def _has_non_finite(line: bytes) -> bool:
 
 
 def _to_record(value: Any, hint: Any, has_non_finite: bool) -> Any:
-    """Return msgspec's value as one of type `hint`."""
     if _needs_no_conversion(hint) or _is_numeric(hint) and not has_non_finite:
         return value
     if members := _union_members(hint):
@@ -312,5 +307,5 @@ def _union_to_record(value: Any, members: tuple[Any, ...], has_non_finite: bool)
         origin, _ = _origin_and_args(member)
         if type(value).__name__ == (origin or member).__name__:
             return _to_record(value, member, has_non_finite)
-    # an integer, or the string of an infinity or NaN
+    # or the string of an infinity or NaN
     return float(value) if float in members and value is not None else value

@@ -13,7 +13,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-HANDSHAKE_MS = 5_000  # unauthenticated connections are closed after this
+HANDSHAKE_MS = 5_000  # for unauthenticated connections
 _DOMAIN = "rollouts"
 
 

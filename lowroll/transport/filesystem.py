@@ -23,7 +23,7 @@ from lowroll.transport.base import (
 from lowroll.transport.spool import Spool
 from lowroll.types import Batch
 
-TRIES = 3  # reads of a damaged frame
+TRIES = 3  # of a damaged frame
 _PAUSE_S = 0.2  # between reads
 
 
@@ -186,7 +186,7 @@ class Receiver:
         if self.spool.path(step).exists() or self.spool.ended() is not None:
             return True
         oldest = min(self.spool.steps(), default=step)
-        # checked again: it may have come since, with later ones
+        # it may have come since, with later ones
         if oldest > step and not self.spool.path(step).exists():
             raise FrameGone(
                 f"{self.spool.folder}: the trainer needs the batch of step {step}; "

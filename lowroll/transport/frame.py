@@ -68,7 +68,7 @@ def encode_frame(batch: Batch) -> bytes:
 
 
 def decode_frame(data: bytes, step: int, where: str) -> Batch:
-    """Return the batch of `step`. DamagedFrame, beginning with `where`, for anything else, and
+    """Decode the frame of `step`. DamagedFrame, beginning with `where`, for anything else, and
     OtherFormat."""
     payload = check_frame(data, step, where)
     try:
@@ -110,7 +110,7 @@ def pack_batch(batch: Batch) -> bytes:
 
 
 def unpack_batch(data: bytes) -> Batch:
-    """Return the batch that `pack_batch` wrote. CodecError for anything else."""
+    """Decode `pack_batch`. CodecError for anything else."""
     header_line, _, samples = data.partition(b"\n")
     packed_samples = strictly(
         "samples", lambda: msgspec.msgpack.decode(samples, type=list[PackedSample])

@@ -64,7 +64,7 @@ class PieceReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     heard     acknowledges a request without `want`
     ended     no frame follows; `text` says why
     gone      only later frames are there
-    fenced    a later attempt of the trainer has taken over, or will; `text` says it
+    fenced    a later attempt of the trainer has taken over, or will
     refused   the frame cannot be read; `text` says why
     """
 
@@ -81,7 +81,7 @@ class PieceReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class SenderAddress(SealedMessage, frozen=True, kw_only=True):
-    """The address of an orchestrator, such as tcp://127.0.0.1:41233."""
+    """An orchestrator's address, such as tcp://127.0.0.1:41233."""
 
     attempt: int
     address: str
@@ -99,7 +99,7 @@ def encode_line(message: msgspec.Struct) -> bytes:
 
 
 def decode_line(kind: type[Line], data: bytes) -> Line:
-    """Return the message that `encode_line` wrote. ValueError for anything else."""
+    """Decode `encode_line`. ValueError for anything else."""
     if len(data) > MAX_LINE_BYTES:
         raise ValueError(f"{len(data)} bytes; a line has {MAX_LINE_BYTES} at most")
     content, has_checksum = unseal(data.removesuffix(b"\n"))
@@ -119,5 +119,5 @@ def encode_cursor(cursor: Cursor) -> bytes:
 
 
 def decode_cursor(data: bytes) -> Cursor:
-    """Return the cursor that `encode_cursor` wrote. ValueError for anything else."""
+    """Decode `encode_cursor`. ValueError for anything else."""
     return decode_line(CursorReport, data).cursor

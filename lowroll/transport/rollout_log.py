@@ -35,7 +35,7 @@ def rollouts_path(folder: Path, step: int) -> Path:
 
 
 def without_evictions(batch: Batch) -> Batch:
-    """Return the batch without the tokens that bounded caches dropped."""
+    """Return the batch without its evictions."""
     if all(sample.rollout.evictions is None for sample in batch.samples):
         return batch
     samples = [
@@ -62,7 +62,7 @@ def rollout_files(folder: Path) -> list[tuple[int, Path]]:
 
 
 def is_rollouts(path: Path) -> bool:
-    """Return whether a file's first line is one of `write_rollouts`."""
+    """Return whether a file begins as `write_rollouts` writes it."""
     if not path.is_file():
         return False
     with path.open("rb") as file:

@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 _FRAME_NAME = re.compile(r"step_([0-9]{6,15})\.frame")
 END = "end.json"
 CURSOR = "cursor.json"
-DISMISSED = "dismissed.json"  # cursor of the last dismissed trainer
+DISMISSED = "dismissed.json"  # of the last dismissed trainer
 _MAX_REASON_CHARS = 500
-DAMAGED = ".damaged"  # suffix of a frame that was set aside
+DAMAGED = ".damaged"  # suffix of frames set aside
 
 
 class Spool:
@@ -90,8 +90,7 @@ class Spool:
         return FrameGone(f"{self.path(step)}: the batch of step {step} is not there")
 
     def piece(self, step: int, offset: int, most: int) -> tuple[bytes, int]:
-        """Return at most `most` bytes of a frame, unchecked, and its size. FrameGone when it is
-        missing."""
+        """Return at most `most` bytes of a frame, unchecked, and its size. FrameGone."""
         path = self.path(step)
         try:
             with naming(path), path.open("rb", buffering=0) as file:
@@ -104,12 +103,12 @@ class Spool:
         return self.read(steps[-1]) if steps else None
 
     def reaches(self, step: int) -> bool:
-        """Return whether all batches sent after `step` are there."""
+        """Return whether all batches after `step` are there."""
         steps = self.steps()
         return bool(steps) and steps[0] <= step + 1 and step <= steps[-1]
 
     def drop_through(self, step: int) -> None:
-        """Delete the frames up to `step` but not the newest of all."""
+        """Delete the frames up to `step` but not the newest."""
         self._unlink([self.path(stored) for stored in self.steps()[:-1] if stored <= step])
 
     def drop_after(self, step: int) -> list[int]:
@@ -180,7 +179,7 @@ class Progress:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._refused = b""  # a damaged cursor that is already logged
+        self._refused = b""  # damaged, and logged
 
     def cursor(self) -> Cursor | None:
         """Return the trainer's cursor. None before its first report, for a dismissed attempt, and
@@ -209,7 +208,8 @@ class Progress:
         write_file(path, encode_cursor(cursor))
 
     def dismiss(self, cursor: Cursor) -> None:
-        """Dismiss an attempt of the trainer: it is Fenced, and the next starts from the checkpoint."""
+        """Dismiss an attempt of the trainer: it is Fenced, and the next starts from the
+        checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_file(self.folder / DISMISSED, encode_cursor(cursor))
 

@@ -73,8 +73,8 @@ def pack(message: PieceRequest | PieceReply, piece: bytes) -> list[bytes]:
 
 
 def unpack(kind: type[Line], parts: Sequence[bytes]) -> tuple[Line, bytes]:
-    """Return the message and its piece. ValueError for what `pack` did not make."""
-    line, piece = parts  # ValueError for another number of parts
+    """Decode `pack`. ValueError for anything else."""
+    line, piece = parts  # ValueError for another number
     if len(piece) > PIECE:
         raise ValueError(f"a piece of {len(piece)} bytes is too long")
     return decode_line(kind, line), piece
@@ -83,7 +83,6 @@ def unpack(kind: type[Line], parts: Sequence[bytes]) -> tuple[Line, bytes]:
 def _open_socket(
     context: zmq.Context[zmq.Socket[bytes]], kind: int, most: int
 ) -> zmq.Socket[bytes]:
-    """Open a socket for messages of at most `most` bytes that detects lost peers."""
     opened = context.socket(kind)
     for option, value in (
         (zmq.LINGER, _LINGER_MS),
@@ -103,8 +102,8 @@ class Sender(FolderSender):
     """The orchestrator's end. Listens on `host` and `port` (0: a free one), and writes the address
     to the file `publish`.
 
-    attempt: grows with every start of the orchestrator. token: the shared secret; other clients are
-    rejected. ValueError without one, TransportError for an address in use.
+    attempt: grows with every start. token: the shared secret; other clients are rejected.
+    ValueError without one, TransportError for an address in use.
     """
 
     def __init__(
@@ -154,8 +153,8 @@ class SpoolServer:
         self.spool = spool
         self.attempt = attempt
         self.cursor = spool.progress.cursor()
-        self.dismissed = spool.progress.dismissed()  # attempt of the trainer
-        self.iterations = 0  # of the thread; for tests
+        self.dismissed = spool.progress.dismissed()  # of the trainer
+        self.iterations = 0  # for tests
         self._waiting: dict[bytes, PieceRequest] = {}  # by peer: requests for later frames
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.authenticator = start_authenticator(self._context, token)
@@ -256,7 +255,7 @@ class SpoolServer:
                     log.warning("a message that no trainer sends is refused: %s", printable(error))
 
     def _answer(self, peer: bytes, request: PieceRequest, again: bool) -> None:
-        """Answer a request, or let it wait for its frame. again: it has waited, and was told so."""
+        """Answer a request, or let it wait. again: it has waited, and was told so."""
         self._waiting.pop(peer, None)
         if self.cursor is not None and request.attempt < self.cursor.attempt:
             text = takeover(self.cursor.attempt, request.attempt)
@@ -277,7 +276,7 @@ class SpoolServer:
         faultpoint(f"serve.heard/{cursor.received}")
         try:
             self.spool.progress.report(cursor)
-        except (OSError, Fenced) as error:  # it is stored with the trainer's next step
+        except (OSError, Fenced) as error:  # stored with the trainer's next step
             log.warning("what the trainer has said could not be kept: %s", error)
         self.cursor = cursor
 
@@ -301,7 +300,7 @@ class SpoolServer:
     def _send_piece(self, peer: bytes, request: PieceRequest, step: int, newest: int) -> None:
         try:
             piece, size = self.spool.piece(step, request.offset, PIECE)
-        except FrameGone:  # dropped since; the peer will request another
+        except FrameGone:  # dropped since
             self._send(peer, request, "gone", step=newest)
         except OSError as error:
             self._send(peer, request, "refused", text=printable(error, 200))
@@ -316,7 +315,7 @@ class SpoolServer:
         reply = PieceReply(
             kind=kind, attempt=self.attempt, to=request.attempt, committed=committed, **rest
         )
-        with suppress(zmq.Again):  # the peer does not read, and will repeat its request
+        with suppress(zmq.Again):  # the peer will repeat its request
             self._socket.send_multipart([peer, *pack(reply, piece)], zmq.NOBLOCK)
 
 
@@ -370,7 +369,7 @@ class Receiver:
                 raise DeadlineExceeded(self._waited_for(step), deadline_s)
         faultpoint(f"receive.read/{step}")
         self._cursor = self._cursor.receive()
-        self.line.tell(self._request())  # if the report is lost, the next request repeats it
+        self.line.tell(self._request())  # the next request repeats a lost report
         faultpoint(f"receive.said/{step}")
         return assembler.batch
 
@@ -431,8 +430,8 @@ class Receiver:
         return answered
 
     def _accept(self, answer: PieceReply) -> bool:
-        """Note the sender of an answer and what it acknowledges. Return False for one to another
-        attempt, or of an earlier orchestrator."""
+        """Note what an answer acknowledges. Return False for one to another attempt, or of an
+        earlier orchestrator."""
         if answer.to != self._cursor.attempt or answer.attempt < self._orchestrator:
             return False
         self._orchestrator = answer.attempt
@@ -461,7 +460,7 @@ class FrameAssembler:
         self.step = step
         self.batch: Batch | None = None
         self._data = bytearray()
-        self._size = 0  # of the whole; 0 before the first piece
+        self._size = 0  # 0 before the first piece
         self._tries = 0
 
     @property
@@ -488,7 +487,6 @@ class FrameAssembler:
         return True
 
     def _problem(self, answer: PieceReply, piece: bytes) -> str:
-        """Return why a piece cannot be of this frame, "" if it can."""
         if answer.size > MAX_FRAME_BYTES:
             return f"a frame of {answer.size} bytes is over the limit of {MAX_FRAME_BYTES}"
         if self._size and answer.size != self._size:

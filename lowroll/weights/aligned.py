@@ -1,8 +1,8 @@
 """The aligned forward (QaRL): the learner multiplies with the engine's tensors.
 
-    align      once: every linear weight W gets its Q(W), and the forward runs on it (`model.linear`)
-    transpose  once: every linear weight gets fp8 codes of W', with which input gradients are multiplied
-    refresh    after every optimiser update, and after a restore: all codes are made again, in place
+    align      once: every linear weight W gets its Q(W), with which the forward multiplies
+    transpose  once: every linear weight gets fp8 codes of W', for the products of input gradients
+    refresh    after every optimiser update, and after a restore: all codes are remade in place
 
 Between two updates all micro-batches, the old log-probs and the publication use the same Q(W), so
 the `digest` of learner and engine are equal. Over a quantized base (LoRA) Q(W) is the base itself.
@@ -31,10 +31,11 @@ from lowroll.quant.formats import QTensor, get_format
 
 
 def align(model: Transformer, format: str) -> Transformer:
-    """Run every linear layer's forward in `format`. ValueError for a low-bit base in another one."""
+    """Run every linear layer's forward in `format`. ValueError for a low-bit base in
+    another one."""
     for name, linear in model.linears():
         base = linear.weight
-        expected_format = get_format(format).of(name).name  # ValueError before anything is aligned
+        expected_format = get_format(format).of(name).name  # ValueError before any change
         if not isinstance(base, QTensor) or get_format(base.format).dense:
             continue
         if base.format != expected_format:
@@ -118,7 +119,8 @@ def suspended(model: Transformer) -> Iterator[Transformer]:
 
 @contextmanager
 def dequantized(model: Transformer) -> Iterator[Transformer]:
-    """Run an aligned model in the block on a dense copy of its codes, its activations unquantized."""
+    """Run an aligned model in the block on a dense copy of its codes, its activations
+    unquantized."""
     model_codes = [linear.aligned for _, linear in model.linears()]
     with suspended(model):
         for (_, linear), layer_codes in zip(model.linears(), model_codes, strict=True):
@@ -129,7 +131,7 @@ def dequantized(model: Transformer) -> Iterator[Transformer]:
 
 
 def quantized(name: str, linear: Linear, format: str) -> QTensor:
-    """Quantize a layer's weight as `format` says. ValueError names the layer."""
+    """Quantize a layer's weight. ValueError names the layer."""
     try:
         return linear.quantized(get_format(format).of(name).name)
     except ValueError as error:

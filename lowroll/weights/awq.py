@@ -9,13 +9,12 @@ The factors of a ratio r = 0, 1/20, ..., 19/20, from the mean |x| of a channel o
 
 The candidate with the least mean squared error of the output is taken, measured after attention for
 q, k, v, after the MLP for gate and up, and after themselves for o and down. Producers are the
-norms, the rows of v for o (only where every query head has a v of its own), and the rows of up for
-down (AWQ, arXiv 2306.00978, section 3; the ratio and both means as in llm-compressor). Deviations:
+norms, the rows of v for o (only where every query head has its own v), and the rows of up for down
+(AWQ, arXiv 2306.00978, section 3; the ratio and both means as in llm-compressor). Deviations:
 
 1. s = 1 is a candidate too.
 2. A producer's own rounding changes, so the whole quantized block is measured at the end, and
-   restored
-when it did not improve.
+   restored when it did not improve.
 3. Q(W s) meets x / s in the format's own arithmetic: for W8A8 the rounding of activations counts.
 4. The optional search for clipped ranges is left out.
 
@@ -55,8 +54,8 @@ class Calibrated:
 
 @dataclass(frozen=True)
 class Mapping:
-    """A producer whose output channels are divided by s, and their reader. output: runs from its
-    inputs to where the error is measured."""
+    """A producer whose output channels are divided by s, and their reader. output: from its inputs
+    to where the error is measured."""
 
     name: str
     reader: Linear
@@ -138,7 +137,6 @@ def _calibrate_mapping(mapping: Mapping, format: Format, chunks: list[Chunk]) ->
 def _candidate_errors(
     mapping: Mapping, format: Format, chunks: list[Chunk], candidates: list[Tensor]
 ) -> list[float]:
-    """Return the squared error of a mapping's output over all chunks, for each candidate s_K."""
     weight = mapping.reader.weight
     errors = [0.0] * len(candidates)
     assert isinstance(weight, nn.Parameter)
@@ -158,7 +156,6 @@ def _candidate_errors(
 def _block_error(
     block: Block, format: Format, x_TD: Tensor, y_TD: Tensor, chunks: list[Chunk]
 ) -> float:
-    """Return the mean squared error of the quantized block's output. y_TD: the dense one's."""
     linears = [module for module in block.modules() if isinstance(module, Linear)]
     pairs = [
         (linear, format.quantize(linear.weight))
@@ -237,7 +234,7 @@ def _scale_columns(w_NK: Tensor, s_K: Tensor) -> Tensor:
 
 
 def _relative_magnitude(w_NK: Tensor, group: int | None) -> Tensor:
-    """Return wm: the mean over the rows of |w| / amax(|w|) of its group, 0 for groups of zeros."""
+    """Return wm, with 0 for groups of zeros."""
     w_NK = w_NK.detach().float().abs()
     num_in = w_NK.shape[1]
     group_size = num_in if group is None else group

@@ -9,7 +9,7 @@ fidelity allows.
   3  whole     the model after so many steps is measured, and the number of steps is bisected
 
 Errors of single layers add up nearly (on SmolLM2 0.67 for a whole of 0.63), so they give the order;
-only measurements of the whole model are reported, in the formats' own arithmetic.
+only measurements of the whole model are reported.
 
 Legend: T calibration tokens, D hidden size, K in features, N out features, V vocabulary.
 """
@@ -38,9 +38,9 @@ from lowroll.weights.blockwise import check_dense, input_of, multiplying
 
 # tokens in all, and of each sequence, on which single layers are measured
 SINGLE_TOKENS, PIECE_TOKENS = 192, 48
-FINE_BITS = 0.02  # bits a weight: resolution of the search
-HEAD_TOKENS = 256  # tokens whose logits are made at once
-LEAST_KL = 1e-15  # of quantized layers: float32 sums may come out below it
+FINE_BITS = 0.02  # bits a weight
+HEAD_TOKENS = 256  # whose logits are made at once
+LEAST_KL = 1e-15  # float32 sums of quantized layers may be smaller
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Point:
-    """A measurement of the whole model after a number of steps."""
+    """A measurement of the whole model after some steps."""
 
     steps: int
     bits: float
@@ -117,7 +117,7 @@ def allocate(
     """
     start_time = time.monotonic()
     search = _Search(model, budget)
-    reference = Reference(model, calibration)  # first, because it validates the arguments
+    reference = Reference(model, calibration)  # first: it validates the arguments
     search.choose(calibration.cut(SINGLE_TOKENS, PIECE_TOKENS), on_progress)
     search.reference = reference
     steps = search.find()
@@ -135,8 +135,6 @@ def allocate(
 
 
 class _Search:
-    """The layers' choices, the order of steps, and the measurements of the whole model."""
-
     reference: Reference
 
     def __init__(self, model: Transformer, budget: Budget) -> None:
@@ -145,9 +143,9 @@ class _Search:
         self.sizes = {name: prod(linear.weight.shape) for name, linear in model.linears()}
         self.own = next(iter(mixed.in_dtype({"": OWN}, model.dtype).values()))
         self.hulls: dict[str, list[_Choice]] = {}
-        self.order: list[str] = []  # the layer that each step widens
+        self.order: list[str] = []  # the layer of each step
         self.points: dict[int, Point] = {}
-        # cached, because on a CPU rounding takes as long as a forward pass
+        # on a CPU rounding takes as long as a forward pass
         self.kept: dict[tuple[str, str], QTensor] = {}
 
     def _codes(self, name: str, linear: Linear, format: str) -> QTensor:
@@ -232,7 +230,6 @@ class _Search:
         return sum(choice.nbytes for choice in self._chosen(steps).values())
 
     def measure(self, steps: int) -> Point:
-        """Return the measurement after so many steps, made once."""
         if steps not in self.points:
             linears = dict(self.model.linears())
             codes = {
@@ -267,13 +264,13 @@ class _Search:
         summed_kl = [
             sum(choice.kl for choice in self._chosen(steps).values()) for steps in range(few + 1)
         ]
-        too_few = -1  # the most steps known to miss `max_kl`; -1 for none
+        too_few = -1  # most steps known to miss `max_kl`; -1 for none
         ratio = 1.0  # of the whole model's KL to the sum of its layers'
         while few - too_few > 1:
             if too_few >= 0 and self._bits(few) - self._bits(too_few) <= FINE_BITS:
                 break
             steps = next((k for k in range(few) if ratio * summed_kl[k] <= max_kl), few)
-            if not too_few < steps < few:  # the prediction is already measured
+            if not too_few < steps < few:  # already measured
                 steps = (few + too_few) // 2
             kl = self.measure(steps).kl
             ratio = kl / summed_kl[steps]
@@ -343,7 +340,8 @@ class Reference:
         return input_of(linear, lambda: self._run(self.model.blocks[block], self.streams[block]))
 
     def kl_from(self, block: int) -> float:
-        """Return the mean KL of the dense model to the current one, which is dense before `block`."""
+        """Return the mean KL of the dense model to the current one, which is dense
+        before `block`."""
         x_TD = self.streams[block]
         for following_block in self.model.blocks[block:]:
             x_TD = self._run(following_block, x_TD)
@@ -355,8 +353,8 @@ class Reference:
 
 
 def _counted_rows(lengths: Sequence[int], starts: Sequence[int]) -> list[int]:
-    """Return the rows, among all tokens, that predict a token that counts. A sequence of one token
-    has its only row."""
+    """Return the rows that predict a token that counts. A sequence of one token has its
+    only row."""
     rows: list[int] = []
     offset = 0
     for length, start in zip(lengths, starts, strict=True):
@@ -371,7 +369,7 @@ def _hull(choices: Sequence[_Choice]) -> list[_Choice]:
     hull: list[_Choice] = []
     for choice in choices:
         if hull and choice.kl >= hull[-1].kl:
-            continue  # larger, and no better
+            continue
         if hull and choice.nbytes == hull[-1].nbytes:
             hull.pop()
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], choice):

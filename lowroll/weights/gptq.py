@@ -4,12 +4,12 @@
     U = the upper Cholesky factor of H^-1,  U' U = H^-1
     e = (w_k - round(w_k)) / U_kk,          w_j <- w_j - e U_kj    for every column j > k
 
-Columns are taken from the largest to the smallest diagonal entry of H, with the scales of groups
-chosen before, so the codes have the usual layout (GPTQ, arXiv 2210.17323, algorithm 1; the order is
+Columns are taken from the largest to the smallest diagonal entry of H, with group scales chosen
+before, so the codes have the usual layout (GPTQ, arXiv 2210.17323, algorithm 1; the order is
 `desc_act` of AutoGPTQ). A group's range is stretched or cut to minimise the loss of its nearest
 codes, weighted by H's diagonal: on SmolLM2 that removes a quarter of the remaining KL. Matrices are
 taken in the order of the forward pass, over the outputs of the rounded ones before (GPTAQ lost on
-other text). The nearest codes are kept where their product on the text is nearer to the dense one.
+other text). Nearest codes are kept where their product on the text is nearer to the dense one.
 
 Memory: two residual streams and the heads (T x D numbers each), the activations of one chunk, and H
 of one matrix, K x K in float32; factors are in float64.
@@ -63,7 +63,7 @@ def round_base(
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Rounded]:
     """Replace every linear weight of a dense model by its QTensor in `format`, rounded to nearest
-    where a layer's format has no grid. Return a record for each matrix.
+    in layers whose format has no grid. Return a record for each matrix.
 
     sequences: token ids, best sampled from the model itself. on_progress(done, total) counts
     blocks. ValueError, before anything changes, as `blockwise.check`, and for a format that has no
@@ -103,7 +103,7 @@ def fitted(
     weighted by loudness; of equal ones the first. A single stretch is returned itself.
 
     loudness_K: the sum over the tokens of x^2. stretches: candidates, relative to the range of a
-    group's weights.
+    group.
     """
     if len(stretches) == 1:
         return stretches[0]
@@ -121,12 +121,12 @@ def fitted(
 
 
 def compensated(w_NK: Tensor, gram_KK: Tensor, grid: Grid) -> Tensor:
-    """Return the compensated weights [N, K], float32, whose nearest values on the grid are those of
-    the codes. gram_KK: sum over the tokens of x x'."""
+    """Return the compensated weights [N, K], float32, whose nearest grid values are those of the
+    codes. gram_KK: sum over the tokens of x x'."""
     gram_KK = gram_KK.double()
     loudness_K = gram_KK.diagonal()
     order_K = torch.argsort(loudness_K, descending=True, stable=True)
-    columns = order_K.tolist()  # from the loudest to the quietest
+    columns = order_K.tolist()  # loudest first
     upper_KK = _inverse_cholesky(gram_KK[order_K][:, order_K]).float()
     w_KN = w_NK.float().t()[order_K].contiguous()  # row k is the k-th column of that order
     for start in range(0, len(columns), PANEL):
@@ -137,7 +137,7 @@ def compensated(w_NK: Tensor, gram_KK: Tensor, grid: Grid) -> Tensor:
             error_N = (w_KN[k] - rounded_N) / upper_KK[k, k]
             w_KN[k + 1 : stop] -= torch.outer(upper_KK[k, k + 1 : stop], error_N)
             error_BN[k - start] = error_N
-        # the columns behind the panel compensate all of its errors in one product
+        # later columns compensate all errors of the panel in one product
         w_KN[stop:] -= upper_KK[start:stop, stop:].t() @ error_BN
     compensated_KN = torch.empty_like(w_KN)
     compensated_KN[order_K] = w_KN
@@ -145,7 +145,8 @@ def compensated(w_NK: Tensor, gram_KK: Tensor, grid: Grid) -> Tensor:
 
 
 def _inverse_cholesky(gram_KK: Tensor) -> Tensor:
-    """Return U of a Gram matrix, whose diagonal is damped in place until it is positive definite."""
+    """Return U of a Gram matrix, whose diagonal is damped in place until it is positive
+    definite."""
     diagonal_K = gram_KK.diagonal()
     diagonal_K[diagonal_K == 0] = 1
     damping = DAMPING * diagonal_K.mean()
@@ -164,8 +165,7 @@ def _round_block(
     round_linear: Callable[[Linear, Iterable[Tensor]], None],
 ) -> Tensor:
     """Round a block's linears in the order of its forward pass. x_TD: the rounded model's residual
-    stream before the block; return that after it. round_linear: receives the inputs by chunk, made
-    one at a time."""
+    stream before the block; return that after it. round_linear: receives the inputs by chunk."""
     input_norm, mlp_norm = block.pre_norms
 
     def attention(c: Chunk) -> Stream:
@@ -186,7 +186,6 @@ def _round_block(
 
 
 def _round_linear(name: str, linear: Linear, form: Format, inputs: Iterable[Tensor]) -> Rounded:
-    """Quantize a linear in place. inputs: what it reads, by chunk."""
     weight = linear.weight
     assert isinstance(weight, nn.Parameter)
     gram_KK = sum_of_products(inputs, linear.in_features, weight.device)

@@ -1,7 +1,7 @@
 """Adaptive quantization noise (QeRL, section 3.3): exploration by seeded Gaussian noise on the
 engine's norm weights.
 
-    w' = w + z,    z ~ N(0, sigma^2) a channel,    fresh at every publication, on that version's weights
+    w' = w + z,    z ~ N(0, sigma^2) a channel,    fresh at every publication
 
 in the input and post-attention norms: the noise multiplies the columns of q, k, v, gate and up by 1
 + z / w, in every weight format. The engine keeps these norms in float32: in bfloat16 a sigma below
@@ -13,7 +13,7 @@ sigma falls in stages, sigma_0 = sigma_start to sigma_{n-1} = sigma_end, with p 
     exponential  sigma_start (sigma_end / sigma_start)^p       (QeRL, Eq. 8)
     linear       sigma_start + (sigma_end - sigma_start) p
     cosine       sigma_end + (sigma_start - sigma_end) (1 + cos(pi p)) / 2
-    logarithmic  sigma_start + (sigma_end - sigma_start) ln(1 + i) / ln(n)     (our reading of a name)
+    logarithmic  sigma_start + (sigma_end - sigma_start) ln(1 + i) / ln(n)    (our reading of a name)
 
 and the run is cut into equal intervals, the first without noise. Variant `code` (QeRL's program,
 and Surogate's): num_stages intervals with n = num_stages - 1; `paper` (Eq. 8): n = num_stages
@@ -92,7 +92,7 @@ class NoiseSchedule:
         return start + (end - start) * _SHARES[self.schedule](i, n)
 
     def sigma(self, step: int) -> float:
-        """Return the sigma of the policy after `step` training steps, constant past the end."""
+        """Return the sigma after `step` training steps, constant past the end."""
         intervals = self.num_stages + (self.variant == "paper")
         interval = min(step, self.total_steps) * intervals // self.total_steps
         return self.sigmas[min(interval, len(self.sigmas) - 1)]

@@ -2,8 +2,7 @@
 in place.
 
 `rollout_copy` makes the engine's model once; `publish` refills it after each step. Under LoRA a
-quantized base is shared, and only the adapter is published. An aligned learner's codes
-(`weights.aligned`) are copied.
+quantized base is shared, and only the adapter is published.
 """
 
 from __future__ import annotations
@@ -56,7 +55,8 @@ def dequantize_base(model: Transformer) -> Transformer:
 def rollout_load(
     folder: Path, format: str, device: torch.device | str, dtype: torch.dtype, noisy: bool = False
 ) -> Transformer:
-    """Return `rollout_copy` of a folder's model, in the memory of one. ValueError as by `hf.load`."""
+    """Return `rollout_copy` of a folder's model, in the memory of one. ValueError as by
+    `hf.load`."""
     return rollout_copy(hf.load(folder, device, dtype, format), format, dtype, noisy, owned=True)
 
 
@@ -91,7 +91,6 @@ def rollout_copy(
 def _fill_other_parameters(
     master: Transformer, rollout: Transformer, format: str, noisy: bool, owned: bool
 ) -> frozenset[str]:
-    """Fill all but the linear weights; return the names of the shared ones."""
     may_share = master.dtype == rollout.dtype and (owned or master.weight_format == format)
     noisy_names = {f"{name}.weight" for name, _ in noisy_norms(rollout)} if noisy else set()
     master_parameters = dict(master.named_parameters())
@@ -182,8 +181,6 @@ def publish(
 def _refill_linears(
     master: Transformer, engine: Transformer, shared: Set[str], amax_by_name: Mapping[str, Tensor]
 ) -> None:
-    """Refill an engine model's own linear weights. amax_by_name: max |w| of the master's dense
-    weights, by layer."""
     for (name, engine_linear), (_, master_linear) in zip(
         engine.linears(), master.linears(), strict=True
     ):
@@ -194,7 +191,7 @@ def _refill_linears(
 
 
 def renew_head(rollout: Transformer, written: Set[str]) -> None:
-    """Renew what was derived from the head, if it is among the written tensors."""
+    """Renew what was derived from the head, if it was written."""
     head_name = "embedding" if rollout.lm_head is None else "lm_head"
     if rollout.head is not None and head_name in written:
         rollout.head.renew()
@@ -246,7 +243,8 @@ def norms_without_noise(rollout: Transformer) -> list[str]:
 
 
 def drawn_noise(noise: Noise | None, rollout: Transformer) -> dict[str, Tensor]:
-    """Return the noise by parameter name, on the device. ValueError for an engine not made for it."""
+    """Return the noise by parameter name, on the device. ValueError for an engine not
+    made for it."""
     noise_by_name = {f"{name}.weight": noise_D for name, noise_D in draw(rollout, noise).items()}
     if not noise_by_name:
         return {}
@@ -255,7 +253,7 @@ def drawn_noise(noise: Noise | None, rollout: Transformer) -> dict[str, Tensor]:
             f"publish: {unfit_norms[0]} cannot take noise; make the engine with noisy=True"
         )
     sizes = [noise_D.numel() for noise_D in noise_by_name.values()]
-    on_device = torch.cat(list(noise_by_name.values())).to(rollout.device)  # in one transfer
+    on_device = torch.cat(list(noise_by_name.values())).to(rollout.device)  # one transfer
     return dict(zip(noise_by_name, on_device.split(sizes), strict=True))
 
 
@@ -353,7 +351,6 @@ def _engine_weight(name: str, linear: Linear, format: str) -> QTensor:
 
 
 def _refill_codes(name: str, target: QTensor, linear: Linear, amax_1: Tensor | None) -> None:
-    """Write `quantized` into `target`, unless its codes are of the same base."""
     if linear.aligned is not None and linear.aligned.format == target.format:
         target.copy_(linear.aligned)
     elif isinstance(linear.weight, nn.Parameter):

@@ -9,8 +9,7 @@ over all linear weights, for a copy of them and of the engine's codes. Codes are
 their scales: where a group's scale doubles and its codes halve (MXFP4), all have flipped although
 the values stayed.
 
-Under LoRA only Eq. 13 is measured, on base + (alpha / r) B A, for a copy of the adapter, which the
-engine adds unquantized.
+Under LoRA only Eq. 13 is measured, on base + (alpha / r) B A, for a copy of the adapter.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def _adapter_factors(linear: Linear) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def num_flipped(before: Tensor, after: Tensor, bits: float) -> Tensor:
-    """Return how many codes of a format differ, as a tensor. Below 8 bits a byte holds two."""
+    """Count the codes of a format that differ, as a tensor. Below 8 bits a byte holds two."""
     if bits >= 8:
         return (before != after).sum()
     changed = before.view(torch.uint8) ^ after.view(torch.uint8)
@@ -123,7 +122,7 @@ def _dense_weight(weight: object) -> Tensor:
 
 
 class _Norms:
-    """Norms of matrices, on their device, which it waits for only when their squares are summed."""
+    """Norms of matrices, on their device until their squares are summed."""
 
     def __init__(self) -> None:
         self.norms: list[Tensor] = []

@@ -43,7 +43,7 @@ class Replaced(TransportError):
 
 
 class Gap(ValueError):
-    """A version's changes are not of the weights that the engine holds."""
+    """A version whose changes are of other weights than the engine's."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Broadcast:
     way: str = "filesystem"
 
     def lies(self) -> str:
-        """Return the present digest of its folder, "" where it is gone."""
+        """Return the present digest of its folder, "" for none."""
         found = broadcast_in(self.path)
         return "" if found is None else found.digest
 
@@ -167,7 +167,7 @@ def encode_marker(
 
 
 def manifest_digest(folder: Path) -> str:
-    """Return the SHA-256 of a published folder's manifest in hex. OSError when it has none."""
+    """Return the SHA-256 of a published folder's manifest in hex. OSError without one."""
     return hashlib.sha256(read_file(folder / MANIFEST)).hexdigest()
 
 

@@ -1,6 +1,5 @@
 """Tensors as buckets of bytes, and their transport between devices: by NCCL, by gloo on CPUs, or
-through CUDA IPC on one machine. Buckets are a copy, so the learner continues while engines fetch
-them."""
+through CUDA IPC on one machine. Buckets are a copy, so the learner continues meanwhile."""
 
 from __future__ import annotations
 
@@ -108,8 +107,8 @@ def unpack(layout: BucketLayout, buckets: Sequence[Tensor]) -> dict[str, Tensor]
 class BucketGroup:
     """Processes that receive buckets from a trainer, rank 0.
 
-    store: where they meet. number: of the group in the store. host: this process's address, for
-    gloo. deadline_s: of a broadcast; joining has at most JOIN_S.
+    number: of the group in the store. host: this process's address, for gloo. deadline_s: of a
+    broadcast; joining has at most JOIN_S.
     """
 
     def __init__(
@@ -180,7 +179,6 @@ def copy_by_ipc(
 
 
 def _open_bucket(handles: Any, size: int, index: int) -> Tensor:
-    """Return another process's bucket of `size` bytes on GPU `index`, as a view."""
     handle, nbytes, offset, counter, counter_offset, event, sync = handles
     storage = torch.UntypedStorage._new_shared_cuda(
         index,

@@ -2,7 +2,7 @@
 the engine's (`weights.aligned`).
 
     {name}            a tensor whole: a norm that takes noise, or one of which most has changed
-    {name}.gaps       int16 [n], read as unsigned: steps between the entries that changed, from -1 on
+    {name}.gaps       int16 [n], read as unsigned: steps between changed entries, from -1 on
     {name}.values     [n] their new bits, in the tensor's own dtype
 
 Entries are in row-major order, in storage units of packed codes. Every 65,535th is included, so
@@ -42,7 +42,8 @@ class Changes:
 
 
 class Shadow:
-    """A copy of what engines hold, on the learner's device. ValueError when its codes are others."""
+    """A copy of what engines hold, on the learner's device. ValueError when its codes
+    are others."""
 
     def __init__(self, model: Transformer, format: str, dtype: torch.dtype) -> None:
         for name, linear in model.linears():
@@ -54,7 +55,7 @@ class Shadow:
                 raise ValueError(f"{name}: it has an adapter, which travels alone")
         self.model = model
         self.dtype = dtype
-        self.version: int | None = None  # None: engines hold no version yet
+        self.version: int | None = None  # None: engines hold none
         self._tensors: dict[str, Tensor] = {}
 
     @property
@@ -175,8 +176,6 @@ def _targets(rollout: Transformer) -> dict[str, Tensor]:
 def _norms(
     stream: Mapping[str, Tensor], targets: Mapping[str, Tensor], names: set[str], model: Transformer
 ) -> dict[str, Tensor]:
-    """Return the norms `names` of a stream, on the devices of their targets. ValueError for one
-    that is missing, or has another shape or dtype."""
     norms: dict[str, Tensor] = {}
     for name in names:
         arrived = stream.get(name)
@@ -189,8 +188,8 @@ def _norms(
 
 
 class _Write(NamedTuple):
-    """The changed entries of a tensor. bits: its storage as a row of integers. at, values:
-    positions in that row, and the new integers there."""
+    """The changed entries of a tensor: its storage as a row of integers, positions in it, and the
+    new integers there."""
 
     bits: Tensor
     at: Tensor
@@ -198,8 +197,8 @@ class _Write(NamedTuple):
 
 
 def _writes(stream: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict[str, _Write]:
-    """Return the write of each tensor that a stream changes. ValueError for a part that fits no
-    target, or a value that is not finite."""
+    """Return the write of each changed tensor. ValueError for a part that fits no target, or a
+    value that is not finite."""
     writes: dict[str, _Write] = {}
     floats: dict[str, Tensor] = {}
     unused = set(stream)
@@ -224,8 +223,6 @@ def _writes(stream: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict
 def _changed_entries(
     name: str, keys: Set[str], stream: Mapping[str, Tensor], target: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the positions and values of a tensor's changed entries. keys: the parts of the stream.
-    ValueError when they do not fit."""
     if keys == {name} and stream[name].shape == target.shape:
         at = torch.arange(target.numel(), device=target.device)
         values = stream[name].flatten()

@@ -11,8 +11,8 @@
 With a server (`sync.server`) the folder of a full version has the layout of buckets in place of the
 tensors. Noise (`weights.noise`) travels as seed and sigma.
 
-A version that a restarted trainer publishes again stays where its bytes are the same. Otherwise the
-old folder is renamed first, so no reader mixes the files of two attempts.
+A version that is published again stays where its bytes are the same. Otherwise the old folder is
+renamed first, so no reader mixes the files of two attempts.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ log = logging.getLogger(__name__)
 FULL_INTERVAL = 8  # versions: an engine that missed some resumes at a full one
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 CHANGES = "changes.safetensors"
-LAYOUT = "layout.json"  # of buckets, in place of the tensors
+LAYOUT = "layout.json"  # in place of the tensors
 SCALED = "scaled.safetensors"  # an adapter's tensors that dividing by s would round
 _CANDIDATE = ".candidate-"
 _RETIRED = ".retired-"
@@ -118,7 +118,7 @@ class FolderPublisher:
         self.noise = noise
         self.shadow = shadow
         self.server = server
-        self._lock = threading.RLock()  # of the folder: the server writes from its own thread
+        self._lock = threading.RLock()  # of the folder: the server's thread writes too
         self.broadcasts = Broadcasts(self.folder)
         self._adapted = any(linear.adapter for _, linear in model.linears())
         kept = model.weight_format
@@ -186,7 +186,6 @@ class FolderPublisher:
         return FolderContent("codes", write, self._scale() | asdict(changes))
 
     def _adapter(self) -> FolderContent | None:
-        """Return the adapter, which is all that learns; None for a model without."""
         if not self._adapted:
             return None
         meta = self._scale()
@@ -245,7 +244,7 @@ class FolderPublisher:
         if content.buckets is not None:
             self._serve(version, digest, content)
         present = self.broadcasts.at(version)
-        if present is None or present.path != dest:  # a kept folder still has its marker
+        if present is None or present.path != dest:  # a kept folder has its marker
             marker = encode_marker(version, self.attempt, content.kind, digest, noise)
             write_file(dest / STABLE, marker)
         return dest
@@ -343,7 +342,6 @@ def _is_same(old: Path, new: Path) -> bool:
 
 
 def _is_read(folder: Path) -> bool:
-    """Return whether an engine holds the lock of a folder that it reads (`base.reading`)."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -446,7 +444,7 @@ def read_layout(folder: Path) -> BucketLayout:
 
 
 def _checked_scale(spec: ModelSpec, model: Path, meta: Mapping[str, Any]) -> float:
-    """Return the weights' input scale. ValueError when they are of another model."""
+    """Return the weights' input scale. ValueError for another model."""
     served = replace(read_headers(model)[0], eos_ids=spec.eos_ids)  # a server sets its own
     compared = [field.name for field in fields(spec) if field.compare]
     different = [name for name in compared if getattr(spec, name) != getattr(served, name)]

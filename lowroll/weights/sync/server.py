@@ -1,13 +1,13 @@
 """The trainer's end of the direct route: engines request a version, and its buckets travel by NCCL,
 gloo or CUDA IPC. Both ends exchange lines of JSON on a socket:
 
-    engine -> trainer    {"token": token, "want": [version, manifest digest]}
-    trainer -> engine    {"group": number, "rank", "size", "store": port}  and the buckets follow, or
-                         {"device": uuid, "handles": [...]}                of the buckets' memory, or
-                         {"error": reason}
-    engine -> trainer    {"have": version}  and the trainer may forget it
-    engine -> trainer    {"token": token, "write": [version, manifest digest]}    write files instead
-    trainer -> engine    {"written": version}
+    engine -> trainer  {"token": token, "want": [version, manifest digest]}
+    trainer -> engine  {"group": number, "rank", "size", "store": port}  and the buckets follow, or
+                       {"device": uuid, "handles": [...]}                of the buckets' memory, or
+                       {"error": reason}
+    engine -> trainer  {"have": version}  and the trainer may forget it
+    engine -> trainer  {"token": token, "write": [version, manifest digest]}  write files instead
+    trainer -> engine  {"written": version}
 
 The event loop has its own thread. After the first request it waits at most GATHER_S for the other
 connected engines, then at most JOIN_S for their group and `timeout_s` for the round. A group lasts
@@ -46,9 +46,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 GATHER_S = 1.0
-LOOK_S = 0.05  # between checks for lost engines in a broadcast
-ANSWER_S = 5.0  # to send a line to an engine
-HELLO_S = 10.0  # for a new connection to send the token
+LOOK_S = 0.05  # between checks for lost engines
+ANSWER_S = 5.0  # to send a line
+HELLO_S = 10.0  # to send the token
 MOST_LINE = 1 << 12  # bytes of an engine's line
 MOST_UNKNOWN = 256  # unauthenticated connections; fewer where few files may be open
 
@@ -99,13 +99,13 @@ class WeightServer:
         self.token = token
         self.keep = keep
         self.broken = False  # an engine requested files: the next versions are files too
-        self.versions: list[ServedVersion] = []  # the newest last
+        self.versions: list[ServedVersion] = []  # newest last
         self._listening = socket.create_server((host, port), backlog=128)
         self.port: int = self._listening.getsockname()[1]
         meeting = socket.create_server((host, 0), backlog=128)
         self._store_port = meeting.getsockname()[1]
         self._store = tcp_store(host, self._store_port, meeting, timeout_s)
-        self._unknown: dict[Connection, None] = {}  # unauthenticated, the oldest first
+        self._unknown: dict[Connection, None] = {}  # unauthenticated, oldest first
         self._most_unknown = max(1, min(MOST_UNKNOWN, raise_file_limit() // 4))
         self._engines: dict[Connection, None] = {}
         self._asking: dict[Connection, _WantedVersion] = {}  # not answered yet
@@ -113,7 +113,7 @@ class WeightServer:
         self._groups = 0
         self._changed = asyncio.Event()  # an engine sent a request or left
         self._closing = asyncio.Event()
-        self._failed: Exception | None = None  # the error that ended the thread
+        self._failed: Exception | None = None  # ended the thread
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
@@ -172,7 +172,7 @@ class WeightServer:
                 task.cancel()
 
     async def _talk(self, peer: Connection) -> None:
-        """Answer a connection until it ends. Its first message with the token makes it an engine."""
+        """Answer a connection until it ends. The token makes it an engine."""
         self._unknown[peer] = None
         if len(self._unknown) > self._most_unknown:
             oldest = next(iter(self._unknown))
@@ -284,7 +284,8 @@ class WeightServer:
                 peer.close()
 
     async def _broadcast(self, version: ServedVersion, members: list[Connection]) -> None:
-        """Broadcast the buckets to a group. LinkFailed when a member leaves, or after `timeout_s`."""
+        """Broadcast the buckets to a group. LinkFailed when a member leaves, or after
+        `timeout_s`."""
         if self._group is not None and self._group[0] != members:
             self._end_group()
         if self._group is None:
@@ -340,7 +341,7 @@ class Connection:
             raise LinkFailed(f"the other side of {self.name}: {error}") from None
 
     async def receive(self, deadline_s: float | None) -> dict[str, Any]:
-        """Return the next message. LinkFailed for none in time, and for another line."""
+        """Return the next message. LinkFailed for none in time, and for an invalid one."""
         try:
             async with asyncio.timeout(deadline_s):
                 line = await self._reader.readline()
@@ -370,7 +371,7 @@ async def beside(work: Callable[[], T], members: list[Connection]) -> T:
     """Run `work` in a thread, and return its result. LinkFailed when a member leaves meanwhile: the
     thread, which may hang on it, is abandoned."""
     outcome: Future[T] = Future()
-    # it is running: `waiting.cancel` below cannot cancel it, and the thread can always set it
+    # prevents `waiting.cancel` from cancelling it, so that the thread can always set it
     outcome.set_running_or_notify_cancel()
 
     def run() -> None:

@@ -4,10 +4,10 @@ all.
     engine.update_weights(WeightUpdate.local(master, version=3, noise=noise))    in one process
     engine.update_weights(WeightUpdate.local(master, version=3).as_stream())     by another route
 
-From a local update, with the learner's model, an engine of the same process quantizes
-(`weights.publish`). Other engines gather the stream on their device, in the memory of a dense model
-or an adapter, and check it before their weights change. The digest covers what travels; that in a
-BehaviorTag is of the quantized weights.
+From a local update an engine of the same process quantizes (`weights.publish`). Other engines
+gather the stream on their device, in the memory of a dense model or an adapter, and check it before
+their weights change. The digest covers what travels; that in a BehaviorTag is of the quantized
+weights.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class WeightUpdate:
             kind,
             tensors,
             noise=noise,
-            # None where layers differ: the engine then names one whose scaling is not its own
+            # None where layers differ: the engine then names one
             lora_alpha=alphas.pop() if len(alphas) == 1 else None,
             input_scale=scaling.applied(master) or 1.0,
             master=master,
@@ -111,7 +111,7 @@ class UpdateReceiver:
         self.rollout = rollout
         self.large_batch_model = large_batch_model
         ranks = (linear.adapter.rank for _, linear in rollout.linears() if linear.adapter)
-        self.max_rank = max(ranks, default=0)  # of an adapter; 0 for an engine without
+        self.max_rank = max(ranks, default=0)  # 0 for an engine without adapters
         adapted = self.max_rank > 0
         self.kind: Kind = "adapter" if adapted else "full"
         # changes are of codes in one format
@@ -168,7 +168,6 @@ class UpdateReceiver:
 
     @torch.no_grad()
     def _write_adapter(self, update: WeightUpdate) -> None:
-        """Write an adapter, and the base's norms with new noise."""
         rollout = self.rollout
         rank = _rank(update, self.max_rank)
         wanted = lora.wanted(rollout, rank)
