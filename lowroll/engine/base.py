@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from lowroll.weights.sync.update import WeightUpdate
 
 
-# The fate of samples in flight when the weights change or the cache is freed. "keep": they continue
-# with their older tokens and keys. "replay": they begin again with their tokens as drafts
-# (`engine.replay`), and become what the newest weights would have drawn.
+# What happens to samples in flight when the weights change or the cache is freed. "keep": they
+# continue with their older tokens and keys. "replay": they begin again with their tokens as drafts
+# (`engine.replay`).
 InFlight = Literal["keep", "replay"]
 
 
 @dataclass(frozen=True)
 class Capabilities:
     context_length: int  # prompt and response, in tokens
-    updates: frozenset[Kind]  # kinds of streamed weight update that it takes
+    updates: frozenset[Kind]  # kinds of streamed update
     updates_in_flight: bool
     noise: bool  # on the norms
     scores: bool
     exact_logprobs: bool  # after top-k, top-p and penalties
     sampler: frozenset[str]  # respected fields of `Request`
     kv: CachePolicy = DENSE
-    kv_dtype: str | None = None  # of stored keys and values; None: the model's
+    kv_dtype: str | None = None  # None: the model's
     records_evictions: bool = False
     replays: bool = False
     vocab_size: int | None = None
@@ -53,15 +53,15 @@ class EngineStats:
     weight_bits: float  # with the scales of its group
     cache_tokens: int
     cache_bytes: int = 0
-    policy_bytes: int = 0  # state of the cache policy, and the record of evictions
-    virtual_memory_bytes: int = 0  # of the cache, not counted by torch
+    policy_bytes: int = 0  # of the cache policy and the record of evictions
+    virtual_memory_bytes: int = 0  # not counted by torch
     pages_peak: int = 0  # most pages held at once
     prefix_hits: int = 0  # in pages
     running: int = 0  # samples that hold pages
     waiting: int = 0  # samples that wait for pages
     tokens: int = 0  # drawn since the start
     cache_used: int = 0  # tokens in held pages
-    replays: int = 0  # samples replayed to the end or the first change of their drafts
+    replays: int = 0  # samples whose drafts ended or changed
     replayed_tokens: int = 0  # in those drafts
     kept_tokens: int = 0  # in front of the first change
 
@@ -105,14 +105,13 @@ class Engine(Protocol):
         ...
 
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[tuple[int, Group]]:
-        """Run one step, and return the requests that ended, by handle. meanwhile: called at most
-        once, while this thread would wait."""
+        """Run one step, and return the ended requests, by handle. meanwhile: called at most once,
+        while this thread would wait."""
         ...
 
     def so_far(self, handle: int) -> list[PartialSample]:
-        """Return what each sample has drawn; [] once `step` has returned the group. Samples only
-        grow, except that a replay takes back what it has not checked. ValueError for an unknown
-        handle."""
+        """Return what each sample has drawn; [] once `step` has returned the group. Only a replay
+        takes tokens back. ValueError for an unknown handle."""
         ...
 
     def abort(self, handle: int) -> bool:
@@ -133,7 +132,7 @@ class Engine(Protocol):
         temperature: float = 1.0,
     ) -> list[Tensor]:
         """Return the log-probs of each response under a dense, unrounded cache: nats, float32
-        [response tokens] on the CPU. ValueError names a sequence that does not fit."""
+        [response tokens] on the CPU. ValueError names a sequence."""
         ...
 
     def score_top(
@@ -147,8 +146,8 @@ class Engine(Protocol):
         ...
 
     def update_weights(self, update: WeightUpdate, in_flight: InFlight = "keep") -> BehaviorTag:
-        """Take new weights between two steps and return the new `behavior`. ValueError, before
-        anything is written, names what does not fit."""
+        """Take new weights between two steps and return the new `behavior`. ValueError before
+        anything is written."""
         ...
 
     def linear_weights(self) -> Mapping[str, QTensor]:
@@ -157,18 +156,17 @@ class Engine(Protocol):
         ...
 
     def first_difference(self, master: Transformer, block: int) -> str | None:
-        """Return the first tensor of a block that differs from what `master` would publish; None
-        without one, or for another process."""
+        """Return the first tensor of a block that differs from what `master` would
+        publish, if any."""
         ...
 
     def reset_prefix_cache(self) -> None:
-        """Forget the pages of shared prompts, so that later requests have the bits of a fresh
-        engine."""
+        """Forget the pages of shared prompts: later requests have the bits of a fresh engine."""
         ...
 
     def warm_up(self) -> None:
-        """Compile and capture steps of all sizes (seconds, on CUDA) without filters and penalties.
-        Do nothing for another process."""
+        """Compile and capture steps of all sizes without filters and penalties
+        (seconds, on CUDA)."""
         ...
 
     def release(self, in_flight: InFlight = "keep") -> None:

@@ -13,7 +13,7 @@ def plan_passes(
     """Plan up to `most` passes over these prompts, in order, and remove what was planned from
     `prompts`.
 
-    budget: tokens of a pass, though a single chunk may exceed it. longest: of a chunk; None: whole
+    budget: tokens of a pass, which a single chunk may exceed. longest: of a chunk; None: whole
     prompts. taken: tokens of drafts, which run in the first pass.
     """
     passes: list[list[PrefillChunk]] = []
@@ -26,8 +26,8 @@ def plan_passes(
 def _plan_pass(
     prompts: deque[LiveGroup], budget: int, longest: int | None, may_exceed: bool
 ) -> list[PrefillChunk]:
-    """Return the chunks of one pass, and remove prompts that end in it. may_exceed: the first chunk
-    alone may exceed the budget."""
+    """Return the chunks of one pass, and remove prompts that end in it. may_exceed: for the first
+    chunk."""
     chunks: list[PrefillChunk] = []
     unfinished: list[LiveGroup] = []
     while prompts:

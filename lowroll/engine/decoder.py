@@ -1,8 +1,8 @@
 """The rows that decode, resident on the device: several steps run without the host.
 
-A sample has a slot from its admission to its end; the rows of a batch are in any slots. A row's
-state is its last token and position, the position at which it must stop, its noise key,
-temperature, page table, and number of cached keys. Each step replaces it:
+A sample has a slot from its admission to its end; the rows of a batch are in any slots. Each step
+replaces a row's state, which is its last token and position, the position at which it must stop,
+its noise key, temperature, page table, and number of cached keys:
 
     hidden = model(last token, position)      K/V go to the row's page, attention reads the pages
     token, log-prob = draw(logits)            written behind those of the steps before
@@ -15,10 +15,10 @@ and the scheduler drops its later tokens.
 Batches of LARGE_BATCH_FROM rows run on `large_batch_model` if there is one: 4-bit weights are the
 fewest bytes to read for few rows, 8-bit ones the cheaper product for many (docs/benchmarks.md).
 
-Every tensor that a graph reads is allocated once, and new weights are written in place. Graphs are
-captured with and without filters, penalties and bans (`engine.sampling_state`), with the same bits.
-If a row requests the likeliest tokens or a logit bias, the graph ends at the logits, and the step
-of all rows continues outside it.
+Every tensor that a graph reads is allocated once, and new weights are written in place. Graphs
+exist with and without filters, penalties and bans (`engine.sampling_state`), with the same bits. If
+a row requests the likeliest tokens or a logit bias, the step of all rows continues outside the
+graph at the logits.
 
 Legend: B rows, P pages of a row, S steps, V vocabulary.
 """
@@ -50,7 +50,7 @@ MOST_STEPS = 16
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 LARGE_BATCH_FROM = 9  # rows
 
-# rows of `Decoder.state`, int64, one column for each row of the batch
+# rows of `Decoder.state`, int64
 LAST_TOKEN = 0
 POSITION = 1  # of the last token
 NEXT_POSITION = 2  # of the token to draw: the noise counter
@@ -126,7 +126,7 @@ class Decoder:
         self.logprobs_SB = torch.zeros(
             MOST_STEPS, max_rows, dtype=torch.float32, device=self.device
         )
-        # shared by all batch sizes, for rows drawn outside the graph
+        # of all batch sizes, for rows drawn outside the graph
         self.logits: Tensor | None = None
         self._graphs: dict[tuple[int, DrawMode | None], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
@@ -216,8 +216,8 @@ class Decoder:
         self._known = [NO_PAGES] * len(self._known)
 
     def upload(self, sequences: list[Sequence], size: int) -> None:
-        """Update the state and page tables of these rows, padded to `size`, on the device. Steps
-        advance the state there, so only other rows, last tokens or ends are uploaded."""
+        """Update the state and page tables of these rows, padded to `size`. Steps advance the state
+        on the device, so only other rows, last tokens or ends are uploaded."""
         self.step_1.zero_()
         last_tokens = [s.last_token for s in sequences]
         until = [s.until for s in sequences]
@@ -264,7 +264,6 @@ class Decoder:
         self.table_BP[:size].copy_(self._table[:size], non_blocking=True)
 
     def _copy_new_pages(self, sequences: list[Sequence]) -> bool:
-        """Copy new pages into the host's tables, and return whether there are any."""
         slots, columns, pages = list[int](), list[int](), list[int]()
         for sequence in sequences:
             known = self._known[sequence.slot]
@@ -286,7 +285,6 @@ class Decoder:
         return bool(pages)
 
     def _step(self, size: int, drawing: DrawMode | None) -> None:
-        """Run one step. With drawing None it only leaves its logits."""
         if not self._captures:
             self._advance(size, drawing)
             return
@@ -302,7 +300,7 @@ class Decoder:
         saved_lengths_B = self.lengths_B[:size].clone()
         self.state[:, :size] = 0
         self.lengths_B[:size] = 0
-        if self._side is None:  # one for all graphs: the allocator keeps memory by stream
+        if self._side is None:  # the allocator keeps memory by stream
             self._side = torch.cuda.Stream(self.device)
         stream = self._side
         stream.wait_stream(torch.cuda.current_stream(self.device))

@@ -44,14 +44,14 @@ class Grammar:
 
     def allowed(self, sample: int, token_ids: Many[int], width: int) -> bytes:
         """Return a bit mask of the ids that may follow a sample's tokens, lowest first, in `width`
-        bytes. Where none can follow, the end-of-sequence ids may."""
+        bytes: the end-of-sequence ids where no other can."""
         state = self._advance(sample, token_ids)
         matcher = state.matcher
         has_consumed_all = len(state.consumed_ids) == len(token_ids)
         mask = b""
         if has_consumed_all and not matcher.is_error() and not matcher.is_stopped():
             mask = matcher.compute_bitmask()
-        if matcher.is_error():  # perhaps by the mask
+        if matcher.is_error():  # computing the mask may have caused it
             error = _first_line(matcher.get_error())
             log.warning("a grammar cannot be followed further: %s", error)
         if not any(mask):
@@ -59,8 +59,8 @@ class Grammar:
         return mask[:width].ljust(width, b"\0")
 
     def _advance(self, sample: int, token_ids: Many[int]) -> _SampleState:
-        """Return the sample's state after these tokens, up to the first that the grammar refuses.
-        The matcher rolls back to the common prefix."""
+        """Return the sample's state after these tokens, up to the first that the
+        grammar refuses."""
         if sample not in self._states:
             self._states[sample] = _SampleState(self._compiled.deep_copy())
         state = self._states[sample]
@@ -126,8 +126,8 @@ class Grammars:
 
 
 def held(logits_BV: Tensor, rows: Iterable[tuple[int, Grammar, int, Many[int]]]) -> Tensor:
-    """Return float32 logits in which the ids that a row's grammar excludes are -inf; the input
-    without such rows. rows: (row, grammar, sample, tokens of the response) of each of N rows."""
+    """Return float32 logits with -inf for ids that a row's grammar excludes; the input without such
+    rows. rows: (row, grammar, sample, tokens of the response) of each of N rows."""
     vocab_size = logits_BV.shape[1]
     width = -(-vocab_size // 8)  # W bytes have a bit for each id
     masks = bytearray()

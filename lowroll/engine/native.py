@@ -88,9 +88,9 @@ class NativeEngine:
         The KV cache
             kv                  policy (`kv.policy`); None is dense
             kv_dtype            "fp8" for 8 bits (`kv.fp8`); None for `dtype`
-            cache_tokens        size; default what the concurrent requests of `workloads` can use, at
-                                most a quarter of the free memory (`kv.capacity`)
-            memory_share        share of the device's memory for weights and a cache of default size
+            cache_tokens        size; default what concurrent `workloads` can use, at most a quarter of
+                                the free memory (`kv.capacity`)
+            memory_share        of the device, for weights and a cache of default size
             max_model_len       most tokens of prompt and response; default the model's
             prefix_caching      prompts share the pages of equal beginnings
             turn_caching        later turns also reuse the pages of drawn tokens, whose last bits differ
@@ -100,13 +100,13 @@ class NativeEngine:
             max_batch           samples decoded at once
             max_prefill_tokens  prompt tokens of a pass
             prefill_chunk       longest chunk of a prompt; None for whole prompts
-            lookahead           decode steps between two reads of tokens and admissions, for requests
-                                that arrive one by one; None for requests that arrive together: on CUDA
-                                16, and as many passes over prompts
+            lookahead           decode steps between two reads of tokens and admissions, if requests
+                                arrive one by one; None if they arrive together: on CUDA 16, and as
+                                many passes over prompts
             gather              decode steps before other prompts run; default `lookahead` - 1
             one_pass            decode rows and prompts share a pass (dense cache, no
                                 large_batch_weights)
-            cuda_graphs         False launches kernels one by one, for debugging
+            cuda_graphs         False for debugging
     """
 
     def __init__(
@@ -236,11 +236,11 @@ class NativeEngine:
         """Return the groups of all requests, in their order. All requests are checked first.
 
         A text becomes a user's message in the model's chat template, or with chat=False the
-        beginning of a text to continue; `sampling` are its fields of `Request`. Requests that `add`
-        queued advance too; `step` returns their groups.
+        beginning of a text; `sampling` are its fields of `Request`. Requests that `add` queued
+        advance too; `step` returns their groups.
 
-        on_progress(done, total) counts this call's finished requests after every step; an exception
-        in it ends the call. ValueError names the request and the field, or a missing tokenizer.
+        on_progress(done, total) counts this call's requests after every step; an exception in it
+        ends the call. ValueError names the request and the field, or a missing tokenizer.
         """
         requests = self._as_requests(requests, chat, sampling)
         for i, request in enumerate(requests):
@@ -262,8 +262,7 @@ class NativeEngine:
         return [groups[handle] for handle in handles]
 
     def text(self, rollout: Rollout) -> str:
-        """Return a rollout's text without special tokens. ValueError when the engine has no
-        tokenizer."""
+        """Return a rollout's text without special tokens. ValueError without a tokenizer."""
         return str(
             self.tokenizer.decode(
                 rollout.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -437,8 +436,8 @@ class NativeEngine:
         """Take new weights as policy `update.version`, in place, and return the new tag.
 
         in_flight: with "keep", running rollouts keep the tokens and keys of the old weights, as
-        their spans record. With "replay", unfinished groups begin again with their tokens as drafts
-        (`engine.replay`), and equal up to rounding what a fresh engine with these weights draws.
+        their spans record. With "replay" they equal, up to rounding, what a fresh engine with these
+        weights draws.
 
         A stream is gathered and checked before any write (`weights.sync.update`). ValueError names
         what does not fit, or that this engine cannot replay.
@@ -492,7 +491,7 @@ class NativeEngine:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The given tokenizer, or that of the model's folder. ValueError when there is none."""
+        """The given tokenizer, or that of the model's folder. ValueError for none."""
         if self._tokenizer is not None:
             return self._tokenizer
         if self.folder is None:
@@ -510,7 +509,7 @@ class NativeEngine:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """The compiler of grammars, which is thread-safe. ValueError where it is not available."""
+        """The compiler of grammars, which is thread-safe. ValueError where there is none."""
         return Grammars(self.tokenizer, self.spec.vocab_size, self.scheduler.eos_ids)
 
     def _own_format(
@@ -522,7 +521,7 @@ class NativeEngine:
         return exact_format(self.folder, dtype or dtype_on(device)) or DEFAULT
 
     def _give_up(self) -> None:
-        """Drop everything in flight after a failed step, since its K/V may be wrong."""
+        """Drop everything in flight, since its K/V may be wrong."""
         self.scheduler.abort_all()
         self.pool.clear_prefixes()
         self.runner.cache.clear()
@@ -638,8 +637,8 @@ class NativeEngine:
         return cache_tokens
 
     def _budget(self, free: int | None, beside: int) -> int | None:
-        """Return the bytes that memory_share leaves for the cache; None without it. free: bytes,
-        None if unknown. beside: bytes of the policy's state."""
+        """Return the bytes that memory_share leaves for the cache; None without it. free: None if
+        unknown. beside: bytes of the policy's state."""
         device = self.model.device
         total_bytes = total_memory(device)
         if self._share is None or total_bytes is None:

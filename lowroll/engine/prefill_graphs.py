@@ -1,8 +1,8 @@
 """Short passes over prompts as CUDA graphs.
 
 A GPU runs a pass over a few hundred tokens faster than the host starts its kernels. So a pass over
-at most MOST_PROMPTS prompts (none with pages before it) and SIZES[-1] tokens is padded to the next
-size. The first pass of a size compiles its kernels; the second is captured, later ones replay it.
+at most MOST_PROMPTS fresh prompts and SIZES[-1] tokens is padded to the next size. The first pass
+of a size compiles its kernels; the second is captured, later ones replay it.
 
 The padding is a sequence behind the prompts, whose keys are not stored. A prompt's bits depend on
 the size that it runs in, and on no other prompt.
@@ -68,7 +68,7 @@ class ShortPasses:
 
     def run(self, ids: list[int], chunks: Sequence[PromptChunk]) -> Tensor:
         """Return the final hidden states [P, D] of the chunks' last tokens, which the next pass
-        overwrites. ids: of all chunks, concatenated."""
+        overwrites. ids: concatenated."""
         num_tokens, num_chunks = len(ids), len(chunks)
         size = next(size for size in SIZES if size >= num_tokens)
         tokens_3T = torch.zeros(3, size, dtype=torch.int64)

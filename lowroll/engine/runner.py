@@ -131,8 +131,7 @@ class Runner:
 
     @property
     def lookahead(self) -> int:
-        """The most decode steps without the host, and passes over prompts: more than one where
-        launches dominate."""
+        """The most decode steps without the host, and passes over prompts."""
         return MOST_STEPS if self.model.device.type == "cuda" else 1
 
     def release(self) -> None:
@@ -166,7 +165,7 @@ class Runner:
             for state in self.states:
                 state.begin(plan.begun)
         first_tokens, checked_TD = self._run_passes(plan, plan.decodes if is_one_pass else [])
-        # nothing above waits for the device, and what follows does
+        # nothing above waits for the device
         if self.model.device.type == "cuda":
             meanwhile()
         results = [] if pending is None else self._read(plan, pending)
@@ -181,8 +180,8 @@ class Runner:
     def _run_passes(
         self, plan: StepPlan, beside: list[Sequence]
     ) -> tuple[list[PrefillTokens], Tensor | None]:
-        """Start the passes; the first also runs the checks and the rows `beside`. Return the tokens
-        of each pass, and the hidden states [T, D] of the checks."""
+        """Start the passes. Return the tokens of each, and the hidden states [T, D] of
+        the checks."""
         first_tokens: list[PrefillTokens] = []
         checked_TD = None
         for number, prefills in enumerate(plan.passes):
@@ -215,8 +214,6 @@ class Runner:
                 self._compact_together(batch[start : start + MOST_COMPACTED], num_kept)
 
     def _compact_together(self, compactions: list[Compaction], kept: int) -> None:
-        """Move the keys that the policy chooses, with their values, to each sample's
-        target pages."""
         assert self.selector is not None, "a policy without a selector compacts nothing"
         device = self.model.device
         page_size = self.cache.page_size
@@ -341,17 +338,17 @@ class Runner:
     def _forward(
         self, prefills: list[PrefillChunk], checks: list[Check], beside: list[Sequence]
     ) -> Tensor:
-        """Run chunks of prompts and of drafts, and the last token of each row `beside` them. Return
-        the hidden states of the rows `beside`, of the last token of each chunk that ends its
-        prompt, in the order of `prefills`, and of all tokens of the checks."""
+        """Run chunks of prompts and of drafts, and the rows `beside` them. Return the hidden states
+        of the rows `beside`, of the last token of each chunk that ends its prompt, in the order of
+        `prefills`, and of all tokens of the checks."""
         chunks = [PromptChunk(c.start, c.stop, c.sequence.pages, c.sequence.slot) for c in prefills]
         pieces = [c.sequence.prompt_ids[c.start : c.stop] for c in prefills]
         for check in checks:
             s, start = check.sequence, check.sequence.position
             chunks.append(PromptChunk(start, start + len(check.ids), s.pages, s.slot))
             pieces.append(check.ids)
-        # Attention takes fresh prompts first. A check is never fresh, so checks stay last, in their
-        # order.
+        # attention takes fresh prompts first; a check is never fresh, so checks stay last, in their
+        # order
         fresh = [i for i, chunk in enumerate(chunks) if chunk.start == 0]
         later = [i for i, chunk in enumerate(chunks) if chunk.start > 0]
         ids: list[int] = []

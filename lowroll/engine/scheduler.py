@@ -54,12 +54,11 @@ if TYPE_CHECKING:
 class Scheduler:
     """Admission, planning and commits.
 
-    max_batch: samples admitted at once. max_prefill_tokens: prompt tokens of a pass; a single chunk
-    may exceed it. passes: most passes over prompts between two plans, in which decode rows take one
-    step. prefill_chunk: longest chunk, None for whole prompts. lookahead: most decode steps between
-    two plans, when no prompt waits. gather: decode steps before other prompts run. behavior: its
-    last policy span names the weights. decode: token ids to text, for stop strings. evictions: the
-    dropped keys of a slot's sample (slot None: none yet); None if not recorded.
+    max_prefill_tokens: of a pass; a single chunk may exceed it. passes: most passes over prompts
+    between two plans, in which decode rows take one step. lookahead: most decode steps between two
+    plans, when no prompt waits. behavior: its last policy span names the weights. decode: token ids
+    to text, for stop strings. evictions: the dropped keys of a slot's sample (slot None: none yet);
+    None if not recorded. Others as of `NativeEngine`.
     """
 
     def __init__(
@@ -147,7 +146,7 @@ class Scheduler:
         self.salt = behavior_salt(behavior)
         for group in self._groups.values():
             if group.salt != self.salt:
-                group.salt = b""  # of two behaviors, even if the first returns
+                group.salt = b""  # its pages mix two behaviors
 
     def add(self, request: Request) -> int:
         pages_needed = footprint(
@@ -292,7 +291,7 @@ class Scheduler:
         if len(sequence.token_ids) == 1:
             self._start(sequence)
         else:
-            sequence.cached_len += 1  # of the token from which this one was drawn
+            sequence.cached_len += 1  # the key of the token before
         if sequence.draft:
             self.replays.follow(sequence)
         stop = stop_reason(sequence, self.decode)
@@ -508,8 +507,7 @@ class Scheduler:
         return compaction
 
     def _compact(self, sequence: Sequence, unused_pages: list[int]) -> Compaction:
-        """Compact a sample into its own pages, and new ones if needed, never shared ones.
-        unused_pages: receives the pages to free."""
+        """Compact a sample into its own pages, and new ones if needed, never shared ones."""
         num_cached = sequence.cached_len
         pages = sequence.pages
         num_kept = self.kv.kept(num_cached)

@@ -33,7 +33,7 @@ class Sequence:
     forked: bool = False  # has its page table
     cached_len: int = 0
     num_compactions: int = 0  # each one replaces the page table
-    until: int = 0  # the position at which it has ended or must be compacted
+    until: int = 0  # where it has ended or must be compacted
     reserved_pages: int = 0  # and not yet allocated
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

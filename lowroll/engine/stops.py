@@ -9,7 +9,7 @@ from lowroll.engine.sequence import Sequence
 
 def stop_reason(sequence: Sequence, decode: Callable[[list[int]], str] | None) -> int | str | None:
     """Return the stop id or stop string that the last token completed, if any. No stop lies within
-    the first `min_tokens` tokens. decode: token ids to text."""
+    the first `min_tokens` tokens."""
     request = sequence.request
     if len(sequence.token_ids) <= request.min_tokens:
         return None

@@ -140,8 +140,8 @@ class RankGroup(Ranks):
 
     host: the leading rank's IPv4 address or name; its store listens there alone, and so do gloo and
     NCCL where the address is this machine's (unless GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are
-    set). device: of the model; host tensors use gloo, CUDA tensors NCCL. deadline_s: for every
-    wait. DeadlineExceeded and RankLost name the missing ranks.
+    set). Host tensors use gloo, CUDA tensors NCCL. deadline_s: for every wait. DeadlineExceeded and
+    RankLost name the missing ranks.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ PLACE = 256  # bytes: alignment within a piece
 
 
 class Sharded(RankGroup):
-    """This process in a group that shards a model. Arguments as for `RankGroup`.
+    """This process in a group that shards a model.
 
     Shards are on the ranks' device; a model on the host is moved by block. Scale, align and adapt a
     model first.

@@ -64,10 +64,9 @@ async def weights(request: web.Request) -> web.Response:
 async def update_weights(request: web.Request) -> web.Response:
     """`POST /weights {"version": "step_7"}`: draw from these weights from the next step on.
 
-    Requests in flight continue, or are replayed (`engine.base.InFlight`). Refused before any
-    change: with 404 an unknown version; with 409 one that does not fit or while another one is
-    taken, a replay by an engine without it, and a replay of a stream, whose tokens cannot be taken
-    back.
+    Refused before any change: with 404 an unknown version; with 409 one that does not fit or while
+    another one is taken, a replay by an engine without it, and a replay of a stream, whose tokens
+    cannot be taken back.
     """
     body = await read_body(request, WeightsRequest)
     version, in_flight = body.version, body.in_flight

@@ -236,8 +236,7 @@ async def listen(
 
 
 class _Connection(web.RequestHandler):
-    """A connection that is dropped when its client reads nothing for `patience_s`. Invalid HTTP
-    gets the server's own errors."""
+    """A connection that is dropped when its client reads nothing for `patience_s`."""
 
     __slots__ = ("patience_s", "silent", "unread")
 

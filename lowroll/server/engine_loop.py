@@ -25,7 +25,7 @@ from lowroll.types import FinishReason, Group, Request, Rollout
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-UPDATES_SENT_AT_ONCE = 8  # so few delay the thread little
+UPDATES_SENT_AT_ONCE = 8  # requests; so few delay the thread little
 JOBS_S = 0.02  # seconds of jobs in an iteration with requests in flight
 
 
@@ -76,7 +76,7 @@ class Delta:
 
 class InFlightRequest:
     """A request, read by the event loop that submitted it. Leaving its `async with` block aborts
-    it. check_alive: raises EngineStalled when the thread hangs."""
+    it. check_alive: raises EngineStalled."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class InFlightRequest:
             while self.pending:
                 yield self.pending.pop(next(iter(self.pending)))
             if self._end is not None:
-                self._result()  # raises an error
+                self._result()  # raises if the end is an error
                 return
             self._changed.clear()
             await self._changed.wait()

@@ -122,8 +122,8 @@ class EngineThread:
         """Stop drawing.
 
         keep: requests in flight continue after `resume`. wait: they finish first, and new ones are
-        held back; EngineStalled when that takes more than `drain_s`, and then nothing is paused;
-        ValueError when a resume or another pause comes first. abort: they end now.
+        held back; EngineStalled after `drain_s`, and then nothing is paused; ValueError when a
+        resume or another pause comes first. abort: they end now.
         """
         drained: Future[None] = Future()  # ends when the thread has paused
         drain_result = asyncio.wrap_future(drained)
@@ -197,7 +197,6 @@ class EngineThread:
         return await result
 
     def _watch_thread(self) -> None:
-        """Wake the readers of all open requests when the thread hangs."""
         try:
             self.check_alive("a request")
         except EngineStalled:
@@ -209,7 +208,7 @@ class EngineThread:
             self._watch = events.call_later(self.loop.idle_s, self._watch_thread)
 
     async def ask_health(self) -> EngineHealth | EngineStalled:
-        """Return the thread's health, or EngineStalled when it does not answer in time."""
+        """Return the thread's health, or EngineStalled."""
 
         def health(engine: Engine) -> EngineHealth:
             return EngineHealth(

@@ -49,7 +49,7 @@ Access = Literal["open", "token", "admin"]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Routes = Mapping[tuple[str, str], tuple[Access, Handler]]  # by method and path
 
-WORKERS = 2  # that encode texts and write long answers
+WORKERS = 2  # threads that encode texts and write long answers
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 LARGE_BODY = 1 << 16  # bytes from which a body is parsed in a worker, and counted
 _MAX_SHOWN_PATH = 100  # characters in an error
@@ -366,7 +366,7 @@ def _error_response(request: web.Request, error: Exception) -> web.StreamRespons
 
 
 def _unknown_path_text(request: web.Request) -> str:
-    """Suggest the nearest route, since most clients omit /v1, or repeat it."""
+    """Suggest the nearest route: most clients omit /v1, or repeat it."""
     path = request.path[:_MAX_SHOWN_PATH]
     known = [route.resource.canonical for route in request.app.router.routes() if route.resource]
     similar = get_close_matches(path, known, n=1)

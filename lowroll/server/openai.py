@@ -102,8 +102,7 @@ class ChoiceText:
         self.begun = False
 
     def take(self, delta: Delta, offsets: list[int] | None = None) -> str:
-        """Return the text that new tokens make final. offsets: receives the character at which each
-        begins."""
+        """Return the text that new tokens make final. offsets: receives the start of each."""
         self.begun = True
         if self.text is None:
             return ""
@@ -263,8 +262,6 @@ class CompletionAnswer(Answer):
 
 
 class _LogprobLists:
-    """Log-probs for /v1/completions: one list for each fact about a token."""
-
     def __init__(self, names: TokenNames) -> None:
         self.names = names
         self.text_offset: list[int] = []

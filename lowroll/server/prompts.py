@@ -205,7 +205,7 @@ async def score_prompts(
 ) -> list[PromptScores]:
     """Return the log-probs of prompts' tokens, with the `top` likeliest tokens of each position.
     The engine draws between prompts. Refused names `requesting_field`, which requests too much, or
-    `prompt_field`, which cannot be scored."""
+    `prompt_field`."""
     max_logprobs = state.limits.told_streamed if stream else state.limits.told
     count = sum(len(prompt.token_ids) for prompt in prompts) * (top + 1)
     if count > max_logprobs:

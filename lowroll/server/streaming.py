@@ -111,8 +111,6 @@ async def respond(
 async def _stream_answer(
     request: web.Request, answer: Answer, requests: Sequence[Request], names: Mapping[str, str]
 ) -> web.StreamResponse:
-    """Send the events of an answer. Refused before the first event; later an event reports the
-    error."""
     state, client_names = request.app[STATE], _names_by_prompt(names, len(requests))
     async with _submitted_streams(state, requests, client_names) as in_flight:
         events = _EventStream(request, state.limits.write_s)
@@ -181,7 +179,7 @@ def _engine_errors(names: Mapping[str, str]) -> Iterator[None]:
 
 
 async def _gather(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of all jobs in order. The first error cancels the others."""
+    """Return all results in order. The first error cancels the other jobs."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(job) for job in jobs]

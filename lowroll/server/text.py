@@ -72,8 +72,8 @@ class Vocabulary:
         return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def decoder(self, prompt_ids: Sequence[int] = (), marks: bool = False) -> TokenDecoder:
-        """Return a decoder of one response to a prompt. It drops special tokens; marks: except
-        those of tool calls."""
+        """Return a decoder of one response. It drops special tokens; marks: except those of tool
+        calls."""
         if marks and self.marks:
             return _MarkedDecoder(self, prompt_ids)
         return _ByteDecoder(self) if self._bytes else _WindowDecoder(self, prompt_ids)
@@ -230,8 +230,6 @@ class _WindowDecoder:
 
 
 class _MarkedDecoder:
-    """A decoder that shows special tokens of tool calls."""
-
     def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int]) -> None:
         self.vocabulary = vocabulary
         self.inner = vocabulary.decoder(prompt_ids)

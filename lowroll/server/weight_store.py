@@ -99,8 +99,7 @@ class WeightStore:
     def load(
         self, id: str, newest: int, able: Capabilities, weights: str, gap: bool = False
     ) -> tuple[WeightVersion, VersionUpdates]:
-        """Return the version of an id and the updates to it, as `read`; none if the engine holds
-        it."""
+        """Return the version of an id and the updates to it; none if the engine holds it."""
         for _ in range(_MAX_READS):
             version = self.find(id)
             if version.broadcast is not None and version.broadcast == self.held:

@@ -112,7 +112,6 @@ def _encode_line(value: Any, where: str) -> bytes:
 
 @cache
 def _field_hints(kind: type) -> dict[str, tuple[Any, bool]]:
-    """Return the type hint of each field, and whether it may be left out."""
     hints = typing.get_type_hints(kind)
     return {
         field.name: (hints[field.name], bool(field.metadata.get("omitted")))

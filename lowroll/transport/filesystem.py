@@ -29,7 +29,7 @@ _PAUSE_S = 0.2  # between reads
 
 class Sender:
     """The orchestrator's end. hwm: how many batches the trainer may be behind; `send` waits at most
-    `deadline_s` seconds for it. alive: raises when the trainer cannot answer any more."""
+    `deadline_s` seconds for it. alive: raises when the trainer cannot answer."""
 
     def __init__(
         self,

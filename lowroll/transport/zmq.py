@@ -102,8 +102,8 @@ class Sender(FolderSender):
     """The orchestrator's end. Listens on `host` and `port` (0: a free one), and writes the address
     to the file `publish`.
 
-    attempt: grows with every start. token: the shared secret; other clients are rejected.
-    ValueError without one, TransportError for an address in use.
+    attempt: grows with every start. token: the shared secret. ValueError without one,
+    TransportError for an address in use.
     """
 
     def __init__(
@@ -468,8 +468,8 @@ class FrameAssembler:
         return len(self._data)
 
     def take(self, answer: PieceReply, piece: bytes, where: str) -> bool:
-        """Append a piece, and decode the whole frame. Return False for a piece of another step or
-        offset, which is ignored. DamagedFrame after TRIES damaged frames."""
+        """Append a piece, and decode the whole frame. Return False for another step or offset.
+        DamagedFrame after TRIES damaged frames."""
         if answer.step != self.step or answer.offset != self.offset:
             return False
         if problem := self._problem(answer, piece):

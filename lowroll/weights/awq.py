@@ -74,8 +74,8 @@ def calibrate(
     """Rescale a dense model in place for quantization to `format`; the logits stay up to rounding.
     Return a record for each block.
 
-    sequences: token ids of the calibration text. on_progress(done, total) counts blocks.
-    ValueError, before anything changes, as `blockwise.check`.
+    sequences: token ids. on_progress(done, total) counts blocks. ValueError, before anything
+    changes, as `blockwise.check`.
     """
     target_format = get_format(format)
     check("awq", model, target_format, sequences)
@@ -172,7 +172,7 @@ def _block_error(
 
 def _mappings(block: Block, x_TD: Tensor) -> list[Mapping]:
     """Return a block's mappings in the order of its forward pass. Their functions read its current
-    weights. x_TD: the residual stream before it."""
+    weights."""
     input_norm, mlp_norm = block.pre_norms
     v_rows = slice(-block.kv_heads * block.head_dim, None)
     up_rows = slice(block.gate_up.weight.shape[0] // 2, None)

@@ -87,16 +87,14 @@ class Allocation:
 
 @dataclass(frozen=True)
 class _Choice:
-    """A format of a layer: its bytes, and the KL of the layer alone."""
-
     format: str
     nbytes: int
     kl: float
 
 
 class _Step(NamedTuple):
-    """A layer's step from choice `number` of its hull to the next. slope: KL change a byte, the
-    order of steps."""
+    """A step from choice `number` of a layer's hull to the next. slope: KL change a byte, the order
+    of steps."""
 
     slope: float
     layer: str
@@ -244,7 +242,7 @@ class _Search:
 
     def find(self) -> int:
         """Return the number of steps: the fewest for a `max_kl`, else the most that the size
-        allows. ValueError when none meets the budget."""
+        allows. ValueError for an unreachable budget."""
         budget = self.budget
         max_steps = len(self.order)
         while max_steps >= 0 and not self._small_enough(max_steps):
@@ -259,8 +257,9 @@ class _Search:
         return self._fewest(max_steps, budget.max_kl)
 
     def _fewest(self, few: int, max_kl: float) -> int:
-        """Return the fewest steps that meet `max_kl`, to FINE_BITS, by a bisection. It begins where
-        the sum of layers' KLs, scaled as last measured, predicts the answer. few: enough steps."""
+        """Return the fewest steps that meet `max_kl`, to FINE_BITS, by a bisection that begins
+        where the sum of layers' KLs, scaled as last measured, predicts the answer. few: enough
+        steps."""
         summed_kl = [
             sum(choice.kl for choice in self._chosen(steps).values()) for steps in range(few + 1)
         ]
@@ -365,7 +364,7 @@ def _counted_rows(lengths: Sequence[int], starts: Sequence[int]) -> list[int]:
 
 
 def _hull(choices: Sequence[_Choice]) -> list[_Choice]:
-    """Return the lower convex hull, in bytes and KL, of choices in ascending order of bytes."""
+    """Return the lower convex hull, in bytes and KL, of choices by ascending bytes."""
     hull: list[_Choice] = []
     for choice in choices:
         if hull and choice.kl >= hull[-1].kl:

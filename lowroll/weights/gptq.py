@@ -100,10 +100,9 @@ def fitted(
     w_NK: Tensor, loudness_K: Tensor, form: Gridded, stretches: Sequence[float]
 ) -> Tensor | float:
     """Return the stretch of each group [N, G] with the least squared error of nearest codes,
-    weighted by loudness; of equal ones the first. A single stretch is returned itself.
+    weighted by loudness; the first of equals. A single stretch is returned itself.
 
-    loudness_K: the sum over the tokens of x^2. stretches: candidates, relative to the range of a
-    group.
+    loudness_K: the sum over the tokens of x^2. stretches: relative to the range of a group.
     """
     if len(stretches) == 1:
         return stretches[0]
@@ -211,7 +210,7 @@ def encode(
     w_NK: Tensor, gram_KK: Tensor, form: Gridded, stretches: Sequence[float] | None = None
 ) -> QTensor:
     """Return the QTensor of a matrix, rounded with compensation. gram_KK: as of `compensated`.
-    stretches: as of `fitted`; default STRETCHES, for floating levels the first alone."""
+    stretches: default STRETCHES, for floating levels the first alone."""
     if stretches is None:
         stretches = STRETCHES[:1] if form.floating else STRETCHES
     shape = (w_NK.shape[0], w_NK.shape[1])

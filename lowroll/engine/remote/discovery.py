@@ -29,14 +29,14 @@ class Elastic:
 
 
 def resolve(host: str, port: int) -> list[str]:
-    """Return the addresses of a name. OSError when it has none, or no resolver answers."""
+    """Return the addresses of a name. OSError for none, or without a resolver."""
     address_infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return sorted({str(socket_address[0]) for *_, socket_address in address_infos})
 
 
 class Discovery:
-    """A thread that passes the base URLs to `found` whenever they change. Each query has its own
-    thread, because the system's resolver may hang."""
+    """A thread that passes changed base URLs to `found`. Each query has its own thread, because the
+    system's resolver may hang."""
 
     def __init__(
         self, elastic: Elastic, found: Callable[[list[str]], None], resolver: Resolver

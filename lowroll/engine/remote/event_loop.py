@@ -16,7 +16,7 @@ from typing import Any
 
 Clock = Callable[[], float]
 LOOK = 0.25  # seconds between two calls of `alive`
-MARGIN = 10.0  # seconds that a waiting thread grants the loop beyond its deadline
+MARGIN = 10.0  # seconds beyond a deadline that a waiting thread grants the loop
 
 
 class LoopStalled(Exception):
@@ -88,8 +88,8 @@ class LoopThread:
         deadline_s: float,
         alive: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Return a coroutine's result. LoopStalled when it has none MARGIN after its own deadline.
-        alive: called meanwhile; an exception in it ends the wait."""
+        """Return a coroutine's result. LoopStalled MARGIN after its own deadline. alive: called
+        meanwhile; an exception in it ends the wait."""
         future = self.begin(work)
         end = time.monotonic() + deadline_s + MARGIN
         try:

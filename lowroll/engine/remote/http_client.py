@@ -14,7 +14,7 @@ import aiohttp
 
 from lowroll.types import RunFailed, printable
 
-MOST_JSON = 16 << 20  # bytes of an answer that has no other limit
+MOST_JSON = 16 << 20  # bytes of an answer without another limit
 AGAIN = (429, 502, 503)  # the server has not begun: busy, or not there yet
 TRIES = 3
 PAUSE = 0.2  # seconds before the second try, doubled for the third
@@ -111,8 +111,8 @@ class HttpClient:
                 task.cancel()
 
     async def body(self, call: HttpCall, on_line: Callable[[bytes], None] | None = None) -> bytes:
-        """Return the bytes of an answer; with `on_line`, pass it each line as it comes, and return
-        b""."""
+        """Return the bytes of an answer; with `on_line`, pass it each line instead, and
+        return b""."""
         async with self._turns:
             try:
                 async with asyncio.timeout(call.deadline_s):
@@ -154,8 +154,7 @@ class HttpClient:
             return await _read_body(response, call, on_line)
 
     async def _explained(self, error: ServerError) -> ServerError:
-        """Return the error with the reason why the server has ended, once its process
-        has exited."""
+        """Add the reason why the server has ended, once its process has exited."""
         if self._lost is None or (error.status is not None and error.status < 500):
             return error
         for _ in range(DYING):

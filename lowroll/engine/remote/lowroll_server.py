@@ -19,7 +19,7 @@ from lowroll.kv.policy.table import make
 from lowroll.types import BehaviorTag, Evictions, PolicySpan, Request
 from lowroll.weights.sync.base import Broadcast
 
-ANY_ID = 2**31  # in place of an unknown vocabulary: the server checks ids
+ANY_ID = 2**31  # for an unknown vocabulary: the server checks ids
 WHAT = "the list of models"
 _METRIC_LINE = re.compile(r"^lowroll_(\w+?)(?:_total)? (\S+)$", re.MULTILINE)
 
@@ -172,7 +172,6 @@ class LowrollServer(EngineServer):
 
 
 def _parse_capabilities(stated: dict[str, Any]) -> Capabilities:
-    """Parse capabilities without updates, which use the server's own version ids."""
     kv = stated["kv"]
     policy: CachePolicy = DENSE
     if kv["policy"] != DENSE.name:

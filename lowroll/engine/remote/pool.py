@@ -215,7 +215,6 @@ class EnginePool:
     def generate(
         self, requests: list[Request], on_progress: Callable[[int, int], None] | None = None
     ) -> list[Group]:
-        """Return the groups of requests, in their order; an error aborts them all."""
         for i, request in enumerate(requests):
             self.server.check(request, f"requests[{i}].")
         entries = [self._requests.add(request) for request in requests]
@@ -257,8 +256,8 @@ class EnginePool:
         top: int,
         temperature: float = 1.0,
     ) -> list[Ranked]:
-        """Return the log-probs of each response with the `top` likeliest tokens. ValueError for a
-        sequence or temperature that the server does not score."""
+        """Return the log-probs of each response with the `top` likeliest tokens. ValueError for
+        what the server does not score."""
         server, seconds = self._replicas.ready(), self.options.timeout_s
         length = server.capabilities.context_length
         check_sequences(sequences, prompt_lens, length, server.vocab_size)
@@ -278,8 +277,7 @@ class EnginePool:
     def update(
         self, broadcast: Broadcast, superseded: Callable[[], bool] = lambda: False
     ) -> BehaviorTag:
-        """Have every engine draw from a broadcast; what is in flight continues, as its spans
-        record.
+        """Have every engine draw from a broadcast; what is in flight continues.
 
         Return when all have acknowledged the same version and digest, or when one has and the
         others had as long again: those get no new requests before they have it. A version that is

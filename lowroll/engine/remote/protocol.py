@@ -74,7 +74,7 @@ def tagged(behavior: BehaviorTag, request: Request, index: int) -> BehaviorTag:
 
 
 def most_bytes(request: Request) -> int:
-    """Return the bytes of the longest answer, in which each choice repeats the prompt."""
+    """Return the length of the longest answer, in which each choice repeats the prompt."""
     bytes_per_token = TOKEN_BYTES + TOP_BYTES * (request.top_logprobs + 1)
     tokens = request.n * (len(request.prompt_ids) + request.max_tokens)
     return BYTES + bytes_per_token * tokens
@@ -225,7 +225,7 @@ class ResponseAssembler:
         if self.request.top_logprobs:
             sample.top_logprobs += self._top(index, logprob_fields.get("top_logprobs"), len(ids))
         sample.token_ids += ids
-        # last, because another thread reads as many tokens as there are log-probs
+        # last: another thread reads as many tokens as there are log-probs
         sample.logprobs += map(float, logprobs)
 
     def _check_tokens(self, index: int, ids: Any, logprobs: Any) -> None:
@@ -266,7 +266,6 @@ class ResponseAssembler:
         return [top[:num_top] for top in tops]
 
     def _check_end(self, index: int, sample: ArrivingSample) -> None:
-        """Raise ServerError for a sample that has not ended, or not where its tokens say."""
         count = len(sample.token_ids)
         if sample.finish_reason is None:
             raise self._invalid(f"choice {index} of {self.request.n} has not come, or not ended")
@@ -290,8 +289,8 @@ class TokenScore(NamedTuple):
 
 
 def prompt_logprobs(answer: Any, ids: list[int], what: str) -> list[dict[int, TokenScore]]:
-    """Parse the `prompt_logprobs` of an answer: for each of ids[1:] the scores of tokens at its
-    position, itself among them, by id. ServerError for an invalid answer."""
+    """Parse `prompt_logprobs`: for each of ids[1:] the scores of tokens at its position, itself
+    among them, by id. ServerError for an invalid answer."""
     try:
         positions = answer["choices"][0]["prompt_logprobs"]
         scores_by_position = [_parse_scores(entries) for entries in positions[1:]]

@@ -127,7 +127,7 @@ class EngineActivity:
     def update(
         self, status: str, progress: ServerProgress, num_flights: int, now: float, allowed_s: float
     ) -> str | None:
-        """Record the answer to a heartbeat. Return why the engine is stuck, or None."""
+        """Record the answer to a heartbeat. Return why the engine is stuck, if it is."""
         if not num_flights or progress.tokens != self.tokens or status != "running":
             self.drew_at, self.tokens = now, progress.tokens
         elif now - self.drew_at > allowed_s:
@@ -157,8 +157,7 @@ class ReplicaOwner(Protocol):
 
 
 async def connect_server(http: HttpClient, options: PoolOptions) -> EngineServer:
-    """Return a client for the kind of server that answers. ServerError; ValueError names what does
-    not fit."""
+    """Return a client for the kind of server that answers. ServerError; ValueError for a misfit."""
     call = HttpCall("GET", "/v1/models", WHAT, None, options.heartbeat_s)
     answer = await http.answer(call)
     model = options.model if options.check_model else None
@@ -178,8 +177,7 @@ async def _resume_if_paused(server: EngineServer, options: PoolOptions) -> None:
 
 
 class Replica:
-    """An engine and its health, on the pool's loop alone. named: the configuration names it, so a
-    misfit ends the run."""
+    """An engine and its health, on the pool's loop alone. named: a misfit ends the run."""
 
     def __init__(
         self, url: str, owner: ReplicaOwner, options: PoolOptions, *, named: bool = True
@@ -300,7 +298,6 @@ class Replica:
         self.owner.admitted(self)
 
     async def _check_until_settled(self) -> None:
-        """Load and check the newest weights, until the pool has not moved on meanwhile."""
         versions = self.owner.versions
         while True:
             await self._catch_up()
@@ -362,7 +359,6 @@ class Replica:
         check_canary(own_logprobs, witness_logprobs, witness.url)
 
     def _witness(self) -> Replica | None:
-        """Return a working replica with the weights of this one; None while weights change."""
         if not self.owner.versions.settled.is_set():
             return None
         for replica in self.owner.replicas:

@@ -85,8 +85,8 @@ class ReplicaSet:
     # -- for the pool ------------------------------------------------------------------------------
 
     async def begin(self, urls: Sequence[str]) -> None:
-        """Connect to engines: at once with `fail_fast`, which raises their errors, else in watching
-        tasks. ValueError for one that is named twice."""
+        """Connect to engines: at once with `fail_fast`, which raises their errors, else in tasks.
+        ValueError for one that is named twice."""
         for url in urls:
             replica = Replica(url.rstrip("/").removesuffix("/v1"), self, self.options)
             if any(replica.url == other.url for other in self.replicas):
@@ -158,7 +158,7 @@ class ReplicaSet:
         return await asyncio.gather(*(replica.http.answer(call) for replica in ready))
 
     async def stats(self) -> EngineStats:
-        """Sum the engines' metrics; with `fail_fast`, raise the error of one without an answer."""
+        """Sum the engines' metrics; with `fail_fast`, raise their errors."""
         servers = [replica.server for replica in self.replicas if replica.server is not None]
         pages = await asyncio.gather(
             *(server.metrics(self.options.heartbeat_s) for server in servers),

@@ -120,7 +120,7 @@ class EngineServer(ABC):
     async def resume(self) -> None: ...
 
     def facts(self) -> Mapping[str, Any]:
-        """Return what all engines of a pool must agree on, by names for errors."""
+        """Return what all engines of a pool must agree on."""
         capabilities, behavior = self.capabilities, self.behavior
         return {
             "kind of server": type(self).__name__.removesuffix("Server").lower(),

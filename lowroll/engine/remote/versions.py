@@ -21,8 +21,8 @@ class Superseded(Exception):
 class PolicyVersions:
     """The versions of the policy in a pool, on the pool's loop alone.
 
-    newest: what every engine takes before it works; None before the first broadcast. settled: set
-    while no version is being agreed on.
+    newest: what every engine takes before it works; None before the first broadcast. settled: no
+    version is being agreed on.
     """
 
     def __init__(self) -> None:

@@ -47,7 +47,7 @@ ADAPTERS_TOGETHER = 2  # an older version's requests may still run
 
 
 class VllmEngine(EnginePool):
-    """A pool of one vLLM. Made by `start` or `attach`.
+    """A pool of one vLLM, made by `start` or `attach`.
 
     verify: log-probs of ids[1:] under the learner; default those of the update's own model, if it
     is in this process. bound: the engine's largest distance from them, in nats.
@@ -137,12 +137,12 @@ class VllmEngine(EnginePool):
     ) -> VllmEngine:
         """Start a vLLM for a model folder; it ends with this engine, or with this process.
 
-        log: what vLLM writes. python, site, devices, socket (its folder): as of `VllmProcess`.
-        dtype: default the folder's. gpu_memory: share of each GPU. lora_rank: the policy is an
-        adapter of at most this rank. way: of full updates; None takes none. arguments: more options
-        of `vllm serve`. tell: receives lines about the start. options: as of the class; exchange:
-        the folder of weights. Log, socket and exchange are temporary by default. EngineLost, with
-        the last error of its log, when it is not ready within start_s.
+        log, python, site, devices, socket (its folder): as of `VllmProcess`. dtype: default the
+        folder's. gpu_memory: share of each GPU. lora_rank: the policy is an adapter of at most this
+        rank. way: of full updates; None takes none. arguments: more options of `vllm serve`. tell:
+        receives lines about the start. options: as of the class; exchange: the folder of weights.
+        Log, socket and exchange are temporary by default. EngineLost, with the last error of its
+        log, when it is not ready within start_s.
         """
         from lowroll.engine.remote.vllm_folders import linear_names, served
 
@@ -184,9 +184,8 @@ class VllmEngine(EnginePool):
         """Attach to a running vLLM, at a URL or a Unix socket (`unix:/path`), which outlives this
         engine.
 
-        folder: of its model, readable here; default what it states. options: as of the class, with
-        lora_rank and way as of `start`; exchange has the same path on its machine. ValueError names
-        what it lacks (docs/vllm.md).
+        folder: of its model, readable here; default what it states. options: as of `start`;
+        exchange has the same path on its machine. ValueError names what it lacks (docs/vllm.md).
         """
         return cls(url, folder, **options)
 
@@ -226,9 +225,9 @@ class VllmEngine(EnginePool):
         """Take new weights as policy `update.version`, check them, and return the tag of the next
         request.
 
-        Requests in flight keep their adapter; a full update waits for their end. ValueError, before
-        anything is sent, names what does not fit. NotArrived when vLLM does not draw from these
-        weights. After a failed update send no request; a full one leaves vLLM paused.
+        Requests in flight keep their adapter; a full update waits for their end. ValueError before
+        anything is sent. NotArrived when vLLM does not draw from these weights. After a failed
+        update send no request; a full one leaves vLLM paused.
         """
         if in_flight == "replay":
             raise ValueError("in_flight: a vLLM replays nothing")

@@ -21,8 +21,8 @@ from lowroll.weights.sync.update import WeightUpdate, arrivals, check_content, d
 
 
 def served(folder: Path, dtype_name: str | None = None) -> ServedModel:
-    """Read the facts about a vLLM's model from its folder. dtype_name: the server's; default the
-    folder's. ValueError as of `read_config` and `read_spec`."""
+    """Read the facts about a vLLM's model from its folder. dtype_name: default the folder's.
+    ValueError as of `read_config` and `read_spec`."""
     config = read_config(folder)
     spec = read_spec(folder)
     name = dtype_name or str(config.get("dtype") or config.get("torch_dtype") or "float32")

@@ -44,7 +44,7 @@ class ProbedVllm:
     root: str  # folder of that model, as stated
     context_length: int
     paths: frozenset[str]
-    processed: bool  # log-probs are of the distribution that it draws from
+    processed: bool  # of the distribution that it draws from
     cpu: bool | None  # None: unknown
     lora: bool  # adapters may be loaded while it runs
 
@@ -68,7 +68,7 @@ class ProbedVllm:
 
     def check_models(self, tied: bool, *paths: str) -> None:
         """Raise ValueError when it takes no whole models, or does not serve `paths`. tied: the head
-        of its model is the embedding."""
+        is the embedding."""
         self.needs("updates of all weights", *RELOAD, *paths)
         if tied and self.cpu is not False:
             raise ValueError(
@@ -79,8 +79,7 @@ class ProbedVllm:
 
 
 async def probe(http: HttpClient) -> ProbedVllm:
-    """Probe a vLLM. ValueError names what it lacks for rollouts; ServerError when it does not
-    answer."""
+    """Probe a vLLM. ValueError names what it lacks; ServerError when it does not answer."""
     version = _parse_version(await http.get("/version", "the version of vLLM"))
     openapi = await http.get("/openapi.json", "vLLM's description of its routes")
     paths = _keys_at(openapi, "paths")
@@ -148,7 +147,6 @@ async def _is_processed(http: HttpClient, model: str) -> bool:
 async def _two_likeliest(
     http: HttpClient, model: str, *, temperature: float, top_k: int
 ) -> tuple[float, float]:
-    """Return the log-probs of the second likeliest and of the likeliest token."""
     body = {
         "model": model,
         "prompt": [1, 2, 3],

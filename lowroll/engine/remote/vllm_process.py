@@ -45,7 +45,7 @@ class VllmProcess:
     """A vLLM. arguments: of `vllm serve`, without an address. python: default LOWROLL_VLLM_PYTHON,
     or this one. site: the folder of an unpacked vLLM; default LOWROLL_VLLM_PATH. devices: its
     CUDA_VISIBLE_DEVICES. log: appended to, and kept. folder: of its socket, removed with it;
-    default a temporary one. ValueError when it does not start."""
+    default temporary. ValueError when it does not start."""
 
     def __init__(
         self,

@@ -272,7 +272,7 @@ def model_folder(url: str, named: str | Path) -> Path:
 
 def read_served(folder: Path) -> ServedModel:
     """Read the facts about a served model from its folder, without torch and for models that
-    lowroll does not compute. ValueError names the folder and what is wrong."""
+    lowroll does not compute. ValueError."""
     try:
         return _read_served(folder)
     except ValueError as error:

@@ -92,7 +92,7 @@ class WeightBroadcaster:
     async def _send(
         self, ready: list[Replica], broadcast: Broadcast, superseded: Callable[[], bool]
     ) -> tuple[dict[Replica, HeldPolicy], bool]:
-        """Send the version to all engines. Return the policy that each acknowledges, and whether a
+        """Send the version to all engines. Return the policies that they acknowledge, and whether a
         newer version replaced this one."""
         loop = asyncio.get_running_loop()
         replicas_by_task = {
@@ -139,7 +139,7 @@ class WeightBroadcaster:
         seconds: float,
     ) -> None:
         """Wait for a late engine; mark it unhealthy when it fails, needs more than `seconds`, or
-        holds other weights than the others."""
+        holds other weights."""
         try:
             async with asyncio.timeout(seconds):
                 held_policy = await task
@@ -157,7 +157,6 @@ class WeightBroadcaster:
             self._dispatch()
 
     def _grace(self, replicas: list[Replica]) -> float:
-        """Return the seconds for late engines, of which some finish their requests first."""
         any_drains = any(
             replica.server is not None and not replica.server.in_flight for replica in replicas
         )

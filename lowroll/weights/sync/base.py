@@ -49,7 +49,7 @@ class Gap(ValueError):
 @dataclass(frozen=True)
 class Broadcast:
     """The weights of a version. noise: {"seed", "sigma"} for the engine's norms, or None. since:
-    the base version of `codes`. way: how the tensors travel; "filesystem": in the folder."""
+    the base version of `codes`. way: of the tensors; "filesystem": in the folder."""
 
     version: int
     path: Path

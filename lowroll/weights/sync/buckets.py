@@ -74,7 +74,7 @@ def pack(
     tensors: Mapping[str, Tensor], digest: str, device: torch.device
 ) -> tuple[BucketLayout, list[Tensor]]:
     """Copy tensors, in their order, into uint8 buckets on a device, each filled up to BUCKET_BYTES.
-    ValueError names a tensor that is not of a dtype of weights."""
+    ValueError for another dtype than of weights."""
     slots: list[TensorSlot] = []
     sizes: list[int] = []  # of the buckets; the last one is being filled
     for name, tensor in tensors.items():

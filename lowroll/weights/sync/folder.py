@@ -80,8 +80,8 @@ _RETIRED = ".retired-"
 
 @dataclass(frozen=True)
 class FolderContent:
-    """The content of a version's folder. meta: for the manifest. buckets: the tensors that are
-    served and not written. as_files: the same content with them as files."""
+    """The content of a version's folder. meta: for the manifest. buckets: served, not written.
+    as_files: the same content with them as files."""
 
     kind: Kind
     write: Callable[[Path], None]
@@ -94,8 +94,8 @@ class FolderPublisher:
     """A publisher of the learner's versions in `folder`, which requires the run's lock.
 
     attempt: of the trainer. keep: how many versions stay (at least 1), with the bases of changes.
-    base: the folder or hub id of an adapter's base. shadow: of an aligned learner, to publish
-    changes. server: for whole models. ValueError for a model of which nothing learns.
+    base: of an adapter, a folder or hub id. shadow: of an aligned learner, to publish changes.
+    server: for whole models. ValueError for a model of which nothing learns.
     """
 
     def __init__(
@@ -225,8 +225,8 @@ class FolderPublisher:
     # -- its folder --------------------------------------------------------------------------------
 
     def _write(self, version: int, content: FolderContent, same: bool = False) -> Path:
-        """Write a version's folder and its marker. same: the weights are those of the present
-        folder, as other files. Requires `_lock`."""
+        """Write a version's folder and its marker. same: only the files differ from the present
+        folder. Requires `_lock`."""
         noise = None
         if self.noise is not None:
             drawn = self.noise.at(version)
@@ -366,7 +366,7 @@ def read_update(
 ) -> WeightUpdate:
     """Return the update in a verified folder, as policy `number`.
 
-    model, weights: the engine's model folder and format. broadcast: the folder's, where a trainer
+    model, weights: the engine's model folder and format. broadcast: the folder's, if a trainer
     wrote it. ValueError for a folder that is not for this engine, TransportError as by
     `WeightClient.fetch`.
     """
@@ -444,7 +444,6 @@ def read_layout(folder: Path) -> BucketLayout:
 
 
 def _checked_scale(spec: ModelSpec, model: Path, meta: Mapping[str, Any]) -> float:
-    """Return the weights' input scale. ValueError for another model."""
     served = replace(read_headers(model)[0], eos_ids=spec.eos_ids)  # a server sets its own
     compared = [field.name for field in fields(spec) if field.compare]
     different = [name for name in compared if getattr(spec, name) != getattr(served, name)]

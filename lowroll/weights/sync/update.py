@@ -104,8 +104,7 @@ def dense(model: Transformer) -> Iterator[tuple[str, Tensor]]:
 
 
 class UpdateReceiver:
-    """The engine's end, for its model and the one beside it (`publish.beside`). kinds: `kind` of
-    streams, and "codes" where it also takes changes."""
+    """The engine's end, for its model and the one beside it (`publish.beside`)."""
 
     def __init__(self, rollout: Transformer, large_batch_model: Transformer | None = None) -> None:
         self.rollout = rollout
@@ -190,9 +189,8 @@ class UpdateReceiver:
 def gather(
     update: WeightUpdate, spec: ModelSpec, dtype: torch.dtype, device: Device
 ) -> Transformer:
-    """Return a dense model of a full stream on a device; a matrix keeps the dtype of the stream. A
-    parameter (qkv, say) is joined once its last tensor has arrived. ValueError as by
-    `UpdateReceiver.take`."""
+    """Return a dense model of a full stream on a device; a matrix keeps the dtype of the stream.
+    ValueError as by `UpdateReceiver.take`."""
     staging = Transformer(spec, "meta", dtype)
     parts_of = {parameter: parts for parameter, parts, _ in hf_names(spec)}
     parameter_of = {part: parameter for parameter, parts in parts_of.items() for part in parts}
