@@ -31,7 +31,7 @@ class Capabilities:
     context_length: int  # prompt and response, in tokens
     updates: frozenset[Kind]  # kinds of streamed update
     updates_in_flight: bool
-    noise: bool  # on the norms
+    noise: bool  # an update may put noise on the norms
     scores: bool
     exact_logprobs: bool  # after top-k, top-p and penalties
     sampler: frozenset[str]  # respected fields of `Request`
@@ -49,18 +49,18 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class EngineStats:
-    weights: str  # format of the linear weights
+    weights: str
     weight_bits: float  # with the scales of its group
     cache_tokens: int
     cache_bytes: int = 0
     policy_bytes: int = 0  # of the cache policy and the record of evictions
     virtual_memory_bytes: int = 0  # not counted by torch
-    pages_peak: int = 0  # most pages held at once
-    prefix_hits: int = 0  # in pages
-    running: int = 0  # samples that hold pages
-    waiting: int = 0  # samples that wait for pages
+    pages_peak: int = 0
+    prefix_hits: int = 0  # pages found in the cache
+    running: int = 0
+    waiting: int = 0
     tokens: int = 0  # drawn since the start
-    cache_used: int = 0  # tokens in held pages
+    cache_used: int = 0  # tokens in pages that requests hold
     replays: int = 0  # samples whose drafts ended or changed
     replayed_tokens: int = 0  # in those drafts
     kept_tokens: int = 0  # in front of the first change
@@ -72,7 +72,7 @@ class PartialSample:
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
-    finish_reason: FinishReason | None  # None while it runs
+    finish_reason: FinishReason | None
     top_logprobs: Sequence[list[tuple[int, float]]] | None = None
     stop_reason: int | str | None = None  # stop id or stop string
 

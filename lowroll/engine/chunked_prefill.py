@@ -26,8 +26,6 @@ def plan_passes(
 def _plan_pass(
     prompts: deque[LiveGroup], budget: int, longest: int | None, may_exceed: bool
 ) -> list[PrefillChunk]:
-    """Return the chunks of one pass, and remove prompts that end in it. may_exceed: for the first
-    chunk."""
     chunks: list[PrefillChunk] = []
     unfinished: list[LiveGroup] = []
     while prompts:

@@ -7,10 +7,9 @@ its noise key, temperature, page table, and number of cached keys:
     hidden = model(last token, position)      K/V go to the row's page, attention reads the pages
     token, log-prob = draw(logits)            written behind those of the steps before
 
-The host uploads what changed, starts `steps` steps, and reads all tokens and log-probs at once. On
-CUDA a step is one graph for each batch size in BUCKETS. Padding rows are dead and write nothing, as
-is a row that reaches its end or fills its cache. A row that draws a stop id runs to the last step,
-and the scheduler drops its later tokens.
+On CUDA a step is one graph for each batch size in BUCKETS. Padding rows are dead and write nothing,
+as is a row that reaches its end or fills its cache. A row that draws a stop id runs to the last
+step, and the scheduler drops its later tokens.
 
 Batches of LARGE_BATCH_FROM rows run on `large_batch_model` if there is one: 4-bit weights are the
 fewest bytes to read for few rows, 8-bit ones the cheaper product for many (docs/benchmarks.md).
@@ -75,7 +74,7 @@ class PendingSteps:
 
 class _UploadedPages(NamedTuple):
     sequence: Sequence | None
-    num_compactions: int  # each one replaces the table
+    num_compactions: int
     num_pages: int
 
 
@@ -106,11 +105,10 @@ class Decoder:
         self._rows: list[Sequence] = []
         self._last: list[int] = []  # last token that the device drew, by row
         self._until: list[int] = []  # where the device stops each row
-        self._paged: list[Sequence] = []  # rows of the device's page tables
+        self._paged: list[Sequence] = []
         self._known = [NO_PAGES] * max_batch  # by slot, of `_pages_of_slot`
         self._widest = 0
         self._sampling = SamplingState(max_rows, max_batch, model.spec.vocab_size, self.device)
-        # staging buffers on the host
         is_pinned = self.device.type == "cuda"
         self._state = torch.zeros(8, max_rows, dtype=torch.int64, pin_memory=is_pinned)
         self._pages_of_slot = torch.zeros(max_batch, max_pages, dtype=torch.int32)

@@ -59,8 +59,6 @@ class Grammar:
         return mask[:width].ljust(width, b"\0")
 
     def _advance(self, sample: int, token_ids: Many[int]) -> _SampleState:
-        """Return the sample's state after these tokens, up to the first that the
-        grammar refuses."""
         if sample not in self._states:
             self._states[sample] = _SampleState(self._compiled.deep_copy())
         state = self._states[sample]

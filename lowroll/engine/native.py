@@ -521,7 +521,6 @@ class NativeEngine:
         return exact_format(self.folder, dtype or dtype_on(device)) or DEFAULT
 
     def _give_up(self) -> None:
-        """Drop everything in flight, since its K/V may be wrong."""
         self.scheduler.abort_all()
         self.pool.clear_prefixes()
         self.runner.cache.clear()
@@ -637,7 +636,7 @@ class NativeEngine:
         return cache_tokens
 
     def _budget(self, free: int | None, beside: int) -> int | None:
-        """Return the bytes that memory_share leaves for the cache; None without it. free: None if
+        """Return the bytes that memory_share leaves for the cache, if it is set. free: None if
         unknown. beside: bytes of the policy's state."""
         device = self.model.device
         total_bytes = total_memory(device)

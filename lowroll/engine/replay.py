@@ -27,7 +27,7 @@ class Replays:
 
     samples: int = 0
     tokens: int = 0
-    kept: int = 0  # before the first change
+    kept: int = 0
 
     def follow(self, sequence: Sequence) -> None:
         """Drop and count a draft once all of it is drawn again, or the last token differs."""

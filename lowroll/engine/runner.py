@@ -45,8 +45,8 @@ from lowroll.model.attention import upload
 from lowroll.model.logprobs import log_probs
 from lowroll.model.transformer import Transformer
 
-SCORE_ROWS = 256  # with logits at a time
-MOST_COMPACTED = 64  # samples compacted at a time
+SCORE_ROWS = 256
+MOST_COMPACTED = 64
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class StepResult:
     sequence: Sequence
     token_ids: list[int]
     logprobs: list[float]
-    large_batch: bool  # drawn by the large-batch model
+    large_batch: bool
     # (id, log-prob) of the likeliest tokens at each position, if requested
     tops: list[list[tuple[int, float]]] | None = None
 
@@ -180,8 +180,6 @@ class Runner:
     def _run_passes(
         self, plan: StepPlan, beside: list[Sequence]
     ) -> tuple[list[PrefillTokens], Tensor | None]:
-        """Start the passes. Return the tokens of each, and the hidden states [T, D] of
-        the checks."""
         first_tokens: list[PrefillTokens] = []
         checked_TD = None
         for number, prefills in enumerate(plan.passes):
@@ -235,7 +233,7 @@ class Runner:
         self, prefills: list[PrefillChunk], checks: list[Check], beside: list[Sequence]
     ) -> tuple[PrefillTokens | None, Tensor | None]:
         """Run one pass. Return a token of each row `beside` and of each sample whose prompt has
-        ended, and the hidden states [T, D] of the checks; None where there are none."""
+        ended, and the hidden states [T, D] of the checks, if any."""
         hidden_TD = self._forward(prefills, checks, beside)
         samples_by_row: list[tuple[Sequence, ...]] = [(sequence,) for sequence in beside]
         samples_by_row += [chunk.samples for chunk in prefills if chunk.samples]
@@ -262,7 +260,6 @@ class Runner:
         return PrefillTokens(sequences, tokens_B, logprobs_B, ranks)
 
     def _follow(self, hidden_TD: Tensor, checks: list[Check]) -> list[StepResult]:
-        """Draw behind each token of the checks, as if those before it had been drawn."""
         positions = [position for check in checks for position in places_of(check)]
         ids, logprobs, tops = self._draw_behind(hidden_TD, positions)
         require_finite(logprobs)
@@ -338,9 +335,9 @@ class Runner:
     def _forward(
         self, prefills: list[PrefillChunk], checks: list[Check], beside: list[Sequence]
     ) -> Tensor:
-        """Run chunks of prompts and of drafts, and the rows `beside` them. Return the hidden states
-        of the rows `beside`, of the last token of each chunk that ends its prompt, in the order of
-        `prefills`, and of all tokens of the checks."""
+        """Run the chunks, and the rows `beside` them. Return the hidden states of the rows
+        `beside`, of the last token of each chunk that ends its prompt, in the order of `prefills`,
+        and of all tokens of the checks."""
         chunks = [PromptChunk(c.start, c.stop, c.sequence.pages, c.sequence.slot) for c in prefills]
         pieces = [c.sequence.prompt_ids[c.start : c.stop] for c in prefills]
         for check in checks:
@@ -377,7 +374,6 @@ class Runner:
             # the kernels need at least one row
             output_rows_P = upload(torch.tensor(output_rows or [0]), model.device)
             return model(ids_T, pos_T, prompts, output_rows_P)
-        # decode rows come first, padded with dead ones
         ids_B, rows = self.decoder.place(beside)
         output_rows = [*range(len(beside)), *(len(ids_B) + row for row in output_rows)]
         return model(

@@ -50,7 +50,7 @@ from lowroll.kernels.sampling.draw import draw
 from lowroll.kernels.sampling.filters import Filters
 from lowroll.model.attention import upload
 
-RANKED_ROWS = 64  # ranked at a time
+RANKED_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class TopLogprobs:
     def __init__(self, sequences: Many[Sequence | DrawnPosition]) -> None:
         self.asking = [i for i, s in enumerate(sequences) if s.top_logprobs is not None]
         self._sequences = sequences
-        self._batch: tuple[Tensor, SamplingBatch] | None = None  # rows [A], and how they draw
+        self._batch: tuple[Tensor, SamplingBatch] | None = None
         self._steps: list[tuple[Tensor, Tensor]] = []  # [A, K] of each step
 
     def see(self, logits_BV: Tensor) -> None:

@@ -70,7 +70,7 @@ class SamplingState:
         # lines: top-k (int64), top-p, log of min-p, repetition penalty (bits of float64), and the
         # first position without a ban (int64)
         self._device = torch.zeros(5, most, dtype=torch.int64, device=device)
-        self._rows: list[Sequence] = []  # on the device
+        self._rows: list[Sequence] = []
         self._marks_SV: Tensor | None = None
         # by slot: the marked sequence, and its number of marked response tokens
         self._marked: list[tuple[Sequence | None, int]] = [(None, 0)] * slots

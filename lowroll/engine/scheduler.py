@@ -10,15 +10,14 @@ reference count. The partial last page (the tail) has one writer at a time; ever
 copies it when it forks.
 
 A sample at the limit of its cache policy (`kv.policy.base`) waits for the next plan, which begins
-with compactions: the keys that stay move to pages of its own. Prompt pages are never edited, since
-they are shared. A prompt over the limit is compacted once, after its last chunk, and its samples
-fork from the result.
+with compactions: the keys that stay move to pages of its own, since prompt pages are shared. A
+prompt over the limit is compacted once, after its last chunk, and its samples fork from the result.
 
 Admission is first in, first out, sample by sample, without preemption: a sample is admitted when a
 slot is free and the pages of its worst case, beyond the shared ones (`kv.policy.base.footprint`),
 are free and not reserved. Only the oldest group can have both admitted and waiting samples, and it
 holds nothing but its prompt. So one more sample always fits when all others have ended: there is no
-deadlock. A group larger than the cache or than `max_batch` is admitted in waves.
+deadlock.
 
 Decode rows wait while a prompt runs, and one short prompt takes as long as several. With `gather`,
 prompts run together, after that many decode steps, or when they fill a pass.
@@ -231,7 +230,6 @@ class Scheduler:
         """Compact full caches, admit samples, choose what runs, and allocate its pages."""
         compactions = self._compact_all()
         self._admit()
-        # the others wait for their prompts
         drawing = [sequence for sequence in self._running if sequence.token_ids]
         forks, copies = self._fork_all(drawing)
         decodes = [sequence for sequence in drawing if not sequence.draft]
@@ -434,7 +432,6 @@ class Scheduler:
         return slot_copies, page_copies
 
     def _fork(self, sequence: Sequence) -> list[tuple[int, int]]:
-        """Give a sample its page table. Return its page copies (source, target)."""
         group = sequence.group
         if group.tail_writer is None:
             group.tail_writer = sequence
@@ -507,7 +504,6 @@ class Scheduler:
         return compaction
 
     def _compact(self, sequence: Sequence, unused_pages: list[int]) -> Compaction:
-        """Compact a sample into its own pages, and new ones if needed, never shared ones."""
         num_cached = sequence.cached_len
         pages = sequence.pages
         num_kept = self.kv.kept(num_cached)

@@ -28,7 +28,7 @@ class Sequence:
     # tokens of earlier weights (`engine.replay`), until its own tokens differ or reach their end
     draft: list[int] = field(default_factory=list)
     slot: int = -1
-    pages: list[int] = field(default_factory=list)  # page table, in order of keys
+    pages: list[int] = field(default_factory=list)  # in order of keys
     num_shared: int = 0  # pages at the table's front that came with the prompt: never edited
     forked: bool = False  # has its page table
     cached_len: int = 0
@@ -38,7 +38,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     behavior: BehaviorTag | None = None
-    evictions: Evictions | None = None  # set at its end
+    evictions: Evictions | None = None
 
     @property
     def request(self) -> Request:

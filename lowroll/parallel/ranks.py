@@ -254,7 +254,6 @@ class RankGroup(Ranks):
 
     @contextmanager
     def _together(self, what: str) -> Iterator[None]:
-        """Convert torch's errors of a wait for all ranks to one that names missing ranks."""
         start_time = time.monotonic()
         try:
             self._store.set(f"at/{self.rank}", what)
@@ -318,7 +317,6 @@ def gradient_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _open_store(host: str, port: int, leads: bool, deadline_s: float) -> Any:
-    """Return the store: on the leading rank, at this address alone; else a connection to it."""
     if leads:
         try:
             listening = socket.create_server((host, port), backlog=1024)
@@ -355,7 +353,6 @@ def _bind_to_interface(host: str) -> None:
 
 
 def _interface_address(probe: socket.socket, interface: str) -> bytes:
-    """Return an interface's IPv4 address; b"" without one, or outside Linux."""
     try:
         request = interface.encode().ljust(IFREQ, b"\0")
         return fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24]

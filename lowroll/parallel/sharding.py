@@ -63,7 +63,6 @@ class Sharded(RankGroup):
 
     @cached_property
     def _named(self) -> set[Linear]:
-        """Layers whose matrix was a QTensor of a dense format."""
         return set()
 
     def shard(self, model: Transformer) -> Transformer:
@@ -264,7 +263,6 @@ def _gathered(module: nn.Module) -> Iterator[None]:
 
 
 def _set_weight(linear: Linear, weight: QTensor | nn.Parameter) -> None:
-    """Set the same matrix in another form; the codes beside it stay."""
     codes = linear.aligned, linear.transposed
     linear.set_weight(weight)
     linear.aligned, linear.transposed = codes

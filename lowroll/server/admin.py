@@ -124,7 +124,6 @@ async def _take_version(
 async def _read_version(
     app: web.Application, version: str, behavior: BehaviorTag, gap: bool
 ) -> tuple[WeightVersion, VersionUpdates]:
-    """Call `WeightStore.load`. EngineStalled when it takes too long."""
     state, newest = app[STATE], behavior.policy[-1].version
     limit_s = state.limits.update_s
     try:

@@ -101,8 +101,8 @@ class InFlightRequest:
         # of the engine's thread alone
         self.handle: int | None = None
         self.aborted = False
-        self._num_sent: dict[int, int] = {}  # sent tokens, by sample
-        self._ended: set[int] = set()  # samples whose end was sent
+        self._num_sent: dict[int, int] = {}
+        self._ended: set[int] = set()
 
     # -- in the event loop -------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ class Outbox:
         self._engine = engine
         self._metrics = metrics
         self._updates: list[Update] = []
-        self._without_token: deque[InFlightRequest] = deque()  # as far as is known
+        self._without_token: deque[InFlightRequest] = deque()
 
     def expect_first_token(self, request: InFlightRequest) -> None:
         self._without_token.append(request)
@@ -237,7 +237,7 @@ class Outbox:
         """Add the new tokens of streams. First tokens are sent at once, and the others if they are
         few."""
         first_updates: list[Update] = []
-        moved = []  # times of each stream, and most tokens of a sample
+        moved = []
         for handle, request in in_flight.items():
             if not request.stream:
                 continue
@@ -274,7 +274,7 @@ class PauseControl:
 
     def __init__(self) -> None:
         self.state: ThreadState = "running"
-        self.drained: Future[None] | None = None  # of the waiting pause
+        self.drained: Future[None] | None = None
 
     def drain(self, drained: Future[None]) -> None:
         """Begin a pause that waits for the requests in flight. ValueError if another one waits."""
@@ -425,7 +425,7 @@ class EngineLoop:
             if not self._can_step():
                 self.outbox.send()
             is_busy = self.stopping or self._can_step() or self.pausing.state == "draining"
-            job = self.jobs.get(timeout=0.0 if is_busy else self.idle_s)  # queue.Empty: none
+            job = self.jobs.get(timeout=0.0 if is_busy else self.idle_s)
             end = time.monotonic() + JOBS_S
             while True:
                 job()

@@ -137,7 +137,7 @@ class EngineThread:
                 await self._wait_for(drain_result, "pause")
         except TimeoutError:
             await self.call(cancel, "pause")
-            if not drained.done():  # else its outcome counts
+            if not drained.done():
                 raise EngineStalled(
                     f"pause: {len(self.open)} requests still run after {self.drain_s:g} s"
                 ) from None

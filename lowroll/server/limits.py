@@ -47,12 +47,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Access = Literal["open", "token", "admin"]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Routes = Mapping[tuple[str, str], tuple[Access, Handler]]  # by method and path
+Routes = Mapping[tuple[str, str], tuple[Access, Handler]]
 
 WORKERS = 2  # threads that encode texts and write long answers
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 LARGE_BODY = 1 << 16  # bytes from which a body is parsed in a worker, and counted
-_MAX_SHOWN_PATH = 100  # characters in an error
+_MAX_SHOWN_PATH = 100
 _REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _BRACES_TO_BRACKETS = bytes.maketrans(b"{}", b"[]")
@@ -88,7 +88,7 @@ class ServerState:
 
     engine: EngineThread
     chat: ChatTokenizer | None
-    name: str  # of the model
+    name: str
     capabilities: Capabilities
     vocabulary: Vocabulary | None = None
     limits: ServerLimits = field(default_factory=ServerLimits)
@@ -141,7 +141,6 @@ class Credentials:
 def guard(routes: Routes, credentials: Credentials, hosts: frozenset[str] | None) -> Middleware:
     """Return the middleware that admits requests and answers errors. hosts: allowed names of the
     server; None for any."""
-    # and bytes of their large bodies
     open_requests = held_bytes = 0
 
     @web.middleware
@@ -252,7 +251,6 @@ def parse_json(body: bytes, depth: int) -> dict[str, Any]:
 
 
 def _too_deep(body: bytes, depth: int) -> bool:
-    """Return whether a JSON text is nested deeper; anything for an invalid one."""
     if body.count(b"[") + body.count(b"{") <= depth:
         return False
     brackets = _JSON_STRING.sub(b"", body).translate(_BRACES_TO_BRACKETS, _OTHER_BYTES)

@@ -21,7 +21,7 @@ ThreadState = Literal["running", "draining", "paused"]
 FAILURES_BEFORE_UNHEALTHY = 3  # consecutive
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
-# engine counters: the name in its stats, the name here and its description
+# the engine's counters: their names here, and their descriptions
 TOTALS = {
     "prefix_hits": ("prefix_hit_pages", "pages of prompts found in the cache"),
     "tokens": ("drawn_tokens", "tokens drawn"),

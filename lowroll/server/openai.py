@@ -136,7 +136,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     grammar, grammar_names = await grammar_of(state, body)
     scores = await _prompt_scores(state, body, prompts)
     answer = CompletionAnswer(request, body, prompts, scores)
-    if body.max_tokens == 0:  # the scores are the answer
+    if body.max_tokens == 0:
         return await json_response_in_worker(state, answer.scored, sum(map(len, answer.prompts)))
     requests = [
         body.to_engine_request(
@@ -400,7 +400,6 @@ class ChatAnswer(Answer):
         return self.event(self._choice(delta, bool(calls)) | {"delta": message})
 
     def _said(self, delta: Delta) -> tuple[str, list[Tree]]:
-        """Return the new text of a sample, and at its end its tool calls."""
         content = self.texts[delta.sample].take(delta)
         if self.speeches is None:
             return content, []
@@ -453,7 +452,6 @@ class ChatAnswer(Answer):
 
 
 def _json_arguments(call: ToolInvocation, offered: OfferedTools) -> str:
-    """Return a call's arguments as JSON, typed by the tool's schema."""
     arguments = call.arguments
     if offered.format in UNTYPED:
         schemas = {tool.function.name: tool.function.parameters for tool in offered.tools}

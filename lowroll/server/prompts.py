@@ -26,7 +26,7 @@ from lowroll.server.protocol import (
 from lowroll.server.streaming import json_response_in_worker, prompt_fields
 from lowroll.server.text import TokenNames, Vocabulary, finite_logprob
 
-TopTokens = list[tuple[int, float]]  # of one position
+TopTokens = list[tuple[int, float]]
 
 
 @dataclass(frozen=True)

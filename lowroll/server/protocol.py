@@ -422,7 +422,6 @@ class WeightsRequest(ControlBody):
     in_flight: InFlight = "keep"
 
 
-# names of the engine's fields
 ENGINE_FIELDS = {
     "prompt_ids": "prompt",
     "stop_ids": "stop_token_ids",

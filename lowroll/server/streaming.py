@@ -212,7 +212,7 @@ class _EventStream:
             and not self.turn.locked()
             and transport.get_write_buffer_size() + len(event) < SENT_AT_ONCE
         ):
-            await self.response.write(event)  # the buffer takes it
+            await self.response.write(event)
             return
         async with self.turn:
             try:

@@ -216,7 +216,6 @@ class _WindowDecoder:
         return new_text
 
     def _slide(self) -> None:
-        """Drop the first half, up to the beginning of a character."""
         for length in range(_WINDOW, _WINDOW - 4, -1):
             text = self.decode(self.window[-length:])
             if self.text.endswith(text):
@@ -269,7 +268,7 @@ class ResponseText:
         if stop_reason is None:
             return self.feed(token_ids) + self._rest()
         text = self.feed(token_ids[:-1])
-        if isinstance(stop_reason, int):  # the last token is the stop
+        if isinstance(stop_reason, int):
             return text + self._rest()
         last_text = self._held + self._decode(token_ids[-1:]) + self.decoder.end()
         stop_at = last_text.find(stop_reason)  # missing when it contains special tokens

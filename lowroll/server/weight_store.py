@@ -79,7 +79,7 @@ class WeightStore:
         self.folder = Path(folder).resolve()
         self.model = model
         self.client = client
-        self.current: WeightVersion | None = None  # None before the first update
+        self.current: WeightVersion | None = None
         if not self.folder.is_dir():
             raise ValueError(f"--weights-dir: {folder} is no folder")
         # loads torch, for which no request should wait

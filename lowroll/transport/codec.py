@@ -181,8 +181,6 @@ def _msgspec_struct(kind: type, tagged: bool) -> type[msgspec.Struct]:
 
 
 def _to_plain(value: Any, hint: Any, where: str) -> Any:
-    """Return a value as msgspec writes it. CodecError, beginning with `where`, for one not of type
-    `hint`."""
     if hint is Any:
         return _check_json(value, where)
     if members := _union_members(hint):

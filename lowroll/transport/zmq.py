@@ -155,7 +155,7 @@ class SpoolServer:
         self.cursor = spool.progress.cursor()
         self.dismissed = spool.progress.dismissed()  # of the trainer
         self.iterations = 0  # for tests
-        self._waiting: dict[bytes, PieceRequest] = {}  # by peer: requests for later frames
+        self._waiting: dict[bytes, PieceRequest] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.authenticator = start_authenticator(self._context, token)
         self._socket = _open_socket(self._context, zmq.ROUTER, 2 * MAX_LINE_BYTES)
@@ -240,7 +240,6 @@ class SpoolServer:
             self._answer(peer, request, again=False)
 
     def _read_requests(self) -> dict[bytes, PieceRequest]:
-        """Return the last request of each peer: one answer is enough."""
         requests: dict[bytes, PieceRequest] = {}
         while True:
             try:

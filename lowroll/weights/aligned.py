@@ -7,8 +7,7 @@
 Between two updates all micro-batches, the old log-probs and the publication use the same Q(W), so
 the `digest` of learner and engine are equal. Over a quantized base (LoRA) Q(W) is the base itself.
 Embeddings, norms and lm_head stay dense. In the model's own floating-point format the aligned
-forward is the plain one, up to the order of sums where the engine multiplies from a packed copy
-(`quant.dense`).
+forward is the plain one, up to the order of sums in packed products (`quant.dense`).
 
 The gradient's product dX = dY W sums over the rows of W, along which a scale must not change, so it
 has codes of its own with one scale a column of W, a byte a weight.

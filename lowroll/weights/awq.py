@@ -18,8 +18,8 @@ norms, the rows of v for o (only where every query head has its own v), and the 
 3. Q(W s) meets x / s in the format's own arithmetic: for W8A8 the rounding of activations counts.
 4. The optional search for clipped ranges is left out.
 
-Inputs are those of the dense model. Memory: two residual streams (T x D numbers each), the
-quantized candidates of one matrix, and the activations of one chunk.
+Inputs are those of the dense model. Memory: two residual streams, the quantized candidates of one
+matrix, and the activations of one chunk.
 
 Legend: T calibration tokens, D hidden size, K in features, N out features.
 """
@@ -171,8 +171,6 @@ def _block_error(
 
 
 def _mappings(block: Block, x_TD: Tensor) -> list[Mapping]:
-    """Return a block's mappings in the order of its forward pass. Their functions read its current
-    weights."""
     input_norm, mlp_norm = block.pre_norms
     v_rows = slice(-block.kv_heads * block.head_dim, None)
     up_rows = slice(block.gate_up.weight.shape[0] // 2, None)

@@ -39,7 +39,7 @@ from lowroll.weights.blockwise import check_dense, input_of, multiplying
 # tokens in all, and of each sequence, on which single layers are measured
 SINGLE_TOKENS, PIECE_TOKENS = 192, 48
 FINE_BITS = 0.02  # bits a weight
-HEAD_TOKENS = 256  # whose logits are made at once
+HEAD_TOKENS = 256
 LEAST_KL = 1e-15  # float32 sums of quantized layers may be smaller
 
 
@@ -115,7 +115,7 @@ def allocate(
     """
     start_time = time.monotonic()
     search = _Search(model, budget)
-    reference = Reference(model, calibration)  # first: it validates the arguments
+    reference = Reference(model, calibration)
     search.choose(calibration.cut(SINGLE_TOKENS, PIECE_TOKENS), on_progress)
     search.reference = reference
     steps = search.find()
@@ -141,7 +141,7 @@ class _Search:
         self.sizes = {name: prod(linear.weight.shape) for name, linear in model.linears()}
         self.own = next(iter(mixed.in_dtype({"": OWN}, model.dtype).values()))
         self.hulls: dict[str, list[_Choice]] = {}
-        self.order: list[str] = []  # the layer of each step
+        self.order: list[str] = []
         self.points: dict[int, Point] = {}
         # on a CPU rounding takes as long as a forward pass
         self.kept: dict[tuple[str, str], QTensor] = {}
@@ -181,7 +181,7 @@ class _Search:
         x_TK = reference.input_of(block, linear)
         dense_TN = linear(x_TK)
         choices: list[_Choice] = []
-        first_error = first_kl = 0.0  # of the smallest format
+        first_error = first_kl = 0.0
         for nbytes, format in formats_by_size:
             if format == OWN:
                 choices.append(_Choice(format, nbytes, 0.0))
@@ -352,8 +352,6 @@ class Reference:
 
 
 def _counted_rows(lengths: Sequence[int], starts: Sequence[int]) -> list[int]:
-    """Return the rows that predict a token that counts. A sequence of one token has its
-    only row."""
     rows: list[int] = []
     offset = 0
     for length, start in zip(lengths, starts, strict=True):

@@ -11,8 +11,8 @@ codes, weighted by H's diagonal: on SmolLM2 that removes a quarter of the remain
 taken in the order of the forward pass, over the outputs of the rounded ones before (GPTAQ lost on
 other text). Nearest codes are kept where their product on the text is nearer to the dense one.
 
-Memory: two residual streams and the heads (T x D numbers each), the activations of one chunk, and H
-of one matrix, K x K in float32; factors are in float64.
+Memory: two residual streams and the heads, the activations of one chunk, and H of one matrix in
+float32; factors are in float64.
 
 Legend: T calibration tokens, D hidden size, Q width of the heads, K in features, N out features, B
 columns of a panel.
@@ -127,7 +127,7 @@ def compensated(w_NK: Tensor, gram_KK: Tensor, grid: Grid) -> Tensor:
     order_K = torch.argsort(loudness_K, descending=True, stable=True)
     columns = order_K.tolist()  # loudest first
     upper_KK = _inverse_cholesky(gram_KK[order_K][:, order_K]).float()
-    w_KN = w_NK.float().t()[order_K].contiguous()  # row k is the k-th column of that order
+    w_KN = w_NK.float().t()[order_K].contiguous()
     for start in range(0, len(columns), PANEL):
         stop = min(start + PANEL, len(columns))
         error_BN = torch.empty_like(w_KN[start:stop])
@@ -164,7 +164,7 @@ def _round_block(
     round_linear: Callable[[Linear, Iterable[Tensor]], None],
 ) -> Tensor:
     """Round a block's linears in the order of its forward pass. x_TD: the rounded model's residual
-    stream before the block; return that after it. round_linear: receives the inputs by chunk."""
+    stream before the block; return that after it."""
     input_norm, mlp_norm = block.pre_norms
 
     def attention(c: Chunk) -> Stream:

@@ -15,12 +15,11 @@ sigma falls in stages, sigma_0 = sigma_start to sigma_{n-1} = sigma_end, with p 
     cosine       sigma_end + (sigma_start - sigma_end) (1 + cos(pi p)) / 2
     logarithmic  sigma_start + (sigma_end - sigma_start) ln(1 + i) / ln(n)    (our reading of a name)
 
-and the run is cut into equal intervals, the first without noise. Variant `code` (QeRL's program,
+and the run is cut into K equal intervals, the first without noise. Variant `code` (QeRL's program,
 and Surogate's): num_stages intervals with n = num_stages - 1; `paper` (Eq. 8): n = num_stages
 values after the first interval. The interval of step t of T is floor(t K / T).
 
-A draw is a function of (seed, version, norm). The learner uses clean norms, unless `share` gives it
-the noisy ones.
+A draw is a function of (seed, version, norm). `share` gives the learner the noisy norms.
 """
 
 from __future__ import annotations

@@ -111,7 +111,6 @@ def num_flipped(before: Tensor, after: Tensor, bits: float) -> Tensor:
 
 
 def _codes(weight: QTensor) -> Tensor:
-    """Return the largest tensor, because scales are always smaller."""
     codes = max(weight.tensors.values(), key=lambda t: t.nbytes)
     return codes.view(torch.uint8) if codes.dtype.itemsize == 1 else codes
 

@@ -62,7 +62,7 @@ class Discovery:
 
     def _ask(self) -> None:
         if self._asking is not None and self._asking.is_alive():
-            return  # the last query still hangs
+            return
         name = self.elastic.hostname
         try:
             urls = self._query()

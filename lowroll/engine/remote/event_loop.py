@@ -33,7 +33,7 @@ class CappedClock(selectors.DefaultSelector):
         self._counted = self._since = clock()
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        self._count(self._turn_s)  # work since the last wait
+        self._count(self._turn_s)
         events = self.wait(timeout)
         longest_s = float("inf") if timeout is None else max(0.0, timeout) + self._turn_s
         self._count(longest_s)

@@ -170,7 +170,6 @@ class HttpClient:
 
 
 def _split_url(url: str) -> tuple[str | None, str]:
-    """Return (path of a Unix socket or None, prefix of request paths). ValueError."""
     parts = urlsplit(url)
     if parts.scheme == "unix" and parts.path and not parts.netloc:
         return parts.path, "http://localhost"
@@ -195,7 +194,7 @@ async def _read_start(response: aiohttp.ClientResponse, most: int) -> bytes:
 async def _read_body(
     response: aiohttp.ClientResponse, call: HttpCall, on_line: Callable[[bytes], None] | None
 ) -> bytes:
-    buffer = bytearray()  # the whole body, or the unfinished line
+    buffer = bytearray()
     num_bytes = 0
     async for chunk in response.content.iter_any():
         buffer += chunk

@@ -63,7 +63,7 @@ class LowrollServer(EngineServer):
         engine = stated.get("engine", {})
         self.weight_bits = float(engine.get("weight_bits", 0.0))
         self.cache_tokens = int(engine.get("cache_tokens", 0))
-        self.packs = bool(stated.get("packs", False))  # it can send tokens and log-probs packed
+        self.packs = bool(stated.get("packs", False))
 
     def check_fields(self, request: Request) -> None:
         """Do nothing: the server itself checks."""
@@ -194,7 +194,6 @@ def _parse_capabilities(stated: dict[str, Any]) -> Capabilities:
 
 
 def _int_or_none(stated: Any) -> int | None:
-    """Return None where an older server states no number."""
     return None if stated is None else int(stated)
 
 

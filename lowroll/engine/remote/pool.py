@@ -208,7 +208,6 @@ class EnginePool:
         return True
 
     def so_far(self, handle: int) -> list[PartialSample]:
-        """Return the tokens read of each sample: none without `stream`."""
         entry = self._requests.get(handle)
         return [] if entry is None else self._replicas.router.so_far(entry)
 

@@ -87,8 +87,8 @@ class ArrivingSample:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    stated: Any = None  # origin, by lowroll's server
-    given_up: bool = False  # aborted before the end of the answer
+    stated: Any = None
+    given_up: bool = False
 
     def read(self) -> tuple[list[int], list[float], list[list[tuple[int, float]]]]:
         """Return equally long copies, since another thread may append."""
@@ -237,7 +237,7 @@ class ResponseAssembler:
             raise self._invalid(
                 f"choice {index}: {len(ids)} token ids and {_describe_count(logprobs)} log-probs"
             )
-        if _are_logprobs(logprobs):  # fast; the loop finds which one is wrong
+        if _are_logprobs(logprobs):  # the loop finds which one is wrong
             return
         for logprob in logprobs:
             if type(logprob) not in (int, float) or not -math.inf < logprob <= ABOVE_ZERO:

@@ -83,7 +83,7 @@ class PoolOptions:
 @dataclass
 class ReplicaCounts:
     requests: int = 0
-    tokens: int = 0  # of those answers
+    tokens: int = 0
     retries: int = 0  # requests that it lost, or was too busy for
     handed_over: int = 0  # taken from it at an eviction
     refused: int = 0  # inconsistent answers
@@ -99,7 +99,7 @@ class QueuedRequest:
     failures: int = 0
     losses: int = 0
     busy_since: float = 0.0  # since when its engines have been busy
-    avoid: set[str] = field(default_factory=set)  # engines that failed it
+    avoid: set[str] = field(default_factory=set)
     aborted: bool = False
     ended: bool = False
 

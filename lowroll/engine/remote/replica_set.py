@@ -79,8 +79,8 @@ class ReplicaSet:
             self.replicas, self.versions, options, self.router.dispatch, self.describe
         )
         self._watch_tasks: dict[Replica, asyncio.Task[None]] = {}
-        self._facts: tuple[str, dict[str, Any]] | None = None  # of the first engine
-        self._removed_counts = ReplicaCounts()  # of removed engines
+        self._facts: tuple[str, dict[str, Any]] | None = None
+        self._removed_counts = ReplicaCounts()
 
     # -- for the pool ------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ class LoadBalancer:
     def __init__(self, concurrency: int) -> None:
         self._concurrency = concurrency
         self._share = 1.0  # mean drawn share of max_tokens
-        self._homes: dict[str, str] = {}  # request id -> url
+        self._homes: dict[str, str] = {}
 
     def choose(self, able: Sequence[Replica], entry: QueuedRequest) -> Replica | None:
         """Return the engine with the fewest outstanding tokens; None when all are full. A later
@@ -110,7 +110,7 @@ class RequestRouter:
         self.versions = versions
         self.options = options
         self._answer = answer
-        self.known: EngineServer | None = None  # of the engine that connected last
+        self.known: EngineServer | None = None
         self._waiting: deque[QueuedRequest] = deque()
         self._flights: dict[int, InFlightRequest] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -275,7 +275,6 @@ class RequestRouter:
             self._end(entry, ServerError(f"{error}{note}", error.status))
 
     def _may_retry(self, flight: InFlightRequest, error: ServerError) -> bool:
-        """Count an error against the engine or the request. Return whether to retry."""
         entry, replica = flight.entry, flight.replica
         if isinstance(error, EngineLost):
             entry.losses += 1
@@ -290,7 +289,7 @@ class RequestRouter:
             entry.failures += 1
             entry.avoid.add(replica.url)
             replica.last_error = str(error)
-        elif error.status is None:  # an invalid or contradictory answer
+        elif error.status is None:
             entry.failures += 1
             entry.avoid.add(replica.url)
             replica.counts.refused += 1

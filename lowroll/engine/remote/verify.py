@@ -68,7 +68,6 @@ class Verifier:
             self._reference = pair
 
     def _check_movement(self, before: _LogprobPair, now: _LogprobPair, version: int) -> bool:
-        """Return whether the learner has moved enough to be compared. NotArrived."""
         learner_change = _differences(now.learner, before.learner)
         engine_change = _differences(now.engine, before.engine)
         noise = before.apart

@@ -76,8 +76,8 @@ class VllmEngine(EnginePool):
         self._way = way
         self._verify = verify
         self._transfer: NcclTransfer | None = None
-        self._loaded: dict[str, Path] = {}  # folders of the loaded adapters, by name
-        self._versions: Counter[int] = Counter()  # how often each version was sent
+        self._loaded: dict[str, Path] = {}
+        self._versions: Counter[int] = Counter()
         self._exchange = Path(tempfile.mkdtemp(prefix="lowroll-weights-", dir=exchange))
 
         async def meet(http: HttpClient, options: PoolOptions) -> VllmServer:
@@ -298,7 +298,6 @@ class VllmEngine(EnginePool):
         self.resume()
 
     def _check_arrival(self, update: WeightUpdate) -> None:
-        """Compare vLLM's log-probs with the learner's, if those are known here. NotArrived."""
         ids = self._verifier.ids
         if self._verify is not None:
             learner_logprobs: Sequence[float] = self._verify(ids)

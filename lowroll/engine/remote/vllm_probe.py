@@ -41,7 +41,7 @@ ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 class ProbedVllm:
     version: tuple[int, ...]
     model: str
-    root: str  # folder of that model, as stated
+    root: str
     context_length: int
     paths: frozenset[str]
     processed: bool  # of the distribution that it draws from
@@ -121,7 +121,6 @@ def _keys_at(described: Any, *names: str) -> set[str]:
 
 
 def _base_model(answer: Any) -> tuple[str, str, int]:
-    """Return (name, folder, context length)."""
     try:
         base_card = next(
             model_card for model_card in answer["data"] if model_card.get("parent") is None

@@ -163,7 +163,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _short_temporary_folder() -> str | None:
-    """Return a folder for a socket's path of at most 107 bytes; None for the usual one."""
+    """Return a folder whose socket's path fits into 107 bytes; None for the usual one."""
     return None if len(tempfile.gettempdir()) < 60 else "/tmp"
 
 

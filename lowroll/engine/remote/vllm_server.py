@@ -148,7 +148,7 @@ class VllmServer(EngineServer):
         }
 
     def stats(self, metrics: str) -> EngineStats:
-        values: dict[str, float] = {}  # summed over lines of one name
+        values: dict[str, float] = {}
         cache_labels: dict[str, str] = {}  # the size of the cache is in labels of a metric
         for name, label_text, value in _METRIC_LINE.findall(metrics):
             values[name] = values.get(name, 0.0) + float(value)
@@ -314,7 +314,6 @@ def _weight_format(config: dict[str, Any]) -> str:
 
 
 def _eos_ids(config: dict[str, Any], folder: Path) -> frozenset[int]:
-    """Return the end-of-sequence ids of all files that vLLM reads. ValueError for the config's."""
     ids = {*token_ids(config, "eos_token_id")}
     with suppress(ValueError):  # vLLM itself reports a broken file
         ids |= {*generation_eos_ids(folder)}

@@ -67,8 +67,8 @@ class WeightBroadcaster:
         self.versions.settle(agreed_policy)
 
     async def _until_taken(self, broadcast: Broadcast, superseded: Callable[[], bool]) -> None:
-        """Wait until an engine, which may connect later, has taken the version. Superseded when a
-        newer one exists, ServerError after `start_s`."""
+        """Wait until an engine, which may connect later, has taken the version. Superseded;
+        ServerError after `start_s`."""
         versions, options = self.versions, self.options
         name, clock = broadcast.path.name, asyncio.get_running_loop().time
         end, remind_at = clock() + options.start_s, clock() + options.silent_s
@@ -92,8 +92,6 @@ class WeightBroadcaster:
     async def _send(
         self, ready: list[Replica], broadcast: Broadcast, superseded: Callable[[], bool]
     ) -> tuple[dict[Replica, HeldPolicy], bool]:
-        """Send the version to all engines. Return the policies that they acknowledge, and whether a
-        newer version replaced this one."""
         loop = asyncio.get_running_loop()
         replicas_by_task = {
             asyncio.ensure_future(replica.take(broadcast)): replica for replica in ready

@@ -76,7 +76,7 @@ def pack(
     """Copy tensors, in their order, into uint8 buckets on a device, each filled up to BUCKET_BYTES.
     ValueError for another dtype than of weights."""
     slots: list[TensorSlot] = []
-    sizes: list[int] = []  # of the buckets; the last one is being filled
+    sizes: list[int] = []
     for name, tensor in tensors.items():
         aligned_size = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         if not sizes or sizes[-1] + aligned_size > BUCKET_BYTES:

@@ -106,7 +106,6 @@ def difference(name: str, old: Tensor, new: Tensor, whole: bool) -> dict[str, Te
         if changed.numel() == 0:
             return {}
         positions = _with_every_stride(changed)
-        # 2 bytes a gap
         if positions.numel() * (2 + new.element_size()) < new.nbytes:
             gaps = positions.diff(prepend=positions.new_tensor([-1]))
             # a gap above 32767 wraps to a negative int16; `_positions` reads it as unsigned
@@ -197,8 +196,6 @@ class _Write(NamedTuple):
 
 
 def _writes(stream: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict[str, _Write]:
-    """Return the write of each changed tensor. ValueError for a part that fits no target, or a
-    value that is not finite."""
     writes: dict[str, _Write] = {}
     floats: dict[str, Tensor] = {}
     unused = set(stream)

@@ -41,7 +41,7 @@ class WeightClient:
         self.device = device
         self.timeout_s = timeout_s
         self._socket: socket.socket | None = None
-        self._group: tuple[int, BucketGroup] | None = None  # with its number
+        self._group: tuple[int, BucketGroup] | None = None
         self._lock = threading.Lock()
 
     def fetch(self, broadcast: Broadcast, layout: BucketLayout) -> dict[str, Tensor]:

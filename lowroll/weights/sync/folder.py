@@ -252,7 +252,7 @@ class FolderPublisher:
     def _serve(self, version: int, digest: str, content: FolderContent) -> None:
         assert self.server is not None and content.buckets is not None
 
-        def write_as_files() -> None:  # from the server's thread
+        def write_as_files() -> None:
             with self._lock:
                 found = self.broadcasts.at(version)
                 if found is not None and found.way != "filesystem":

@@ -64,8 +64,7 @@ class ServedVersion:
 
 
 class _WantedVersion(NamedTuple):
-    """An engine's request. stated: its [version, manifest digest], unchecked. answered: set at the
-    end of its round."""
+    """An engine's request. stated: unchecked. answered: set at the end of its round."""
 
     stated: Any
     answered: asyncio.Event
@@ -113,7 +112,7 @@ class WeightServer:
         self._groups = 0
         self._changed = asyncio.Event()  # an engine sent a request or left
         self._closing = asyncio.Event()
-        self._failed: Exception | None = None  # ended the thread
+        self._failed: Exception | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
@@ -248,7 +247,7 @@ class WeightServer:
                     await self._until(lambda: len(self._asking) >= len(self._engines))
             asking, self._asking = self._asking, {}
             versions: dict[int, ServedVersion] = {}
-            members: dict[int, list[Connection]] = {}  # of each version
+            members: dict[int, list[Connection]] = {}
             # in the order of connection, so that a lasting group keeps its ranks
             present = [peer for peer in self._engines if peer in asking and not peer.is_gone]
             for peer in present:
@@ -284,13 +283,11 @@ class WeightServer:
                 peer.close()
 
     async def _broadcast(self, version: ServedVersion, members: list[Connection]) -> None:
-        """Broadcast the buckets to a group. LinkFailed when a member leaves, or after
-        `timeout_s`."""
         if self._group is not None and self._group[0] != members:
             self._end_group()
         if self._group is None:
             self._groups += 1
-        number, size = self._groups, len(members) + 1  # the trainer is rank 0
+        number, size = self._groups, len(members) + 1
         for rank, peer in enumerate(members, 1):
             place = {"group": number, "rank": rank, "size": size, "store": self._store_port}
             await peer.send(place)

@@ -113,7 +113,6 @@ class UpdateReceiver:
         self.max_rank = max(ranks, default=0)  # 0 for an engine without adapters
         adapted = self.max_rank > 0
         self.kind: Kind = "adapter" if adapted else "full"
-        # changes are of codes in one format
         takes_changes = not adapted and large_batch_model is None
         self.kinds = frozenset[Kind]({self.kind, "codes"} if takes_changes else {self.kind})
         self.takes_noise = not norms_without_noise(rollout)
