@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from lowroll.weights.sync.update import WeightUpdate
 
 
-# What happens to samples in flight when the weights change or the cache is freed. "keep": they
-# continue with their older tokens and keys. "replay": they begin again with their tokens as drafts
-# (`engine.replay`).
+# The fate of samples in flight when the weights change or the cache is freed. "keep": they
+# continue. "replay": they begin again with their tokens as drafts (`engine.replay`).
 InFlight = Literal["keep", "replay"]
 
 
@@ -80,7 +79,7 @@ class PartialSample:
 @dataclass(frozen=True)
 class Ranked:
     """The log-probs of a response of T tokens, and the K likeliest tokens at each position,
-    likeliest first, the lower id first among equals. On the CPU, in float32 and int64."""
+    likeliest first, the lower id first among equals. On the CPU, float32 and int64."""
 
     logprobs_T: Tensor
     top_ids_TK: Tensor
@@ -88,7 +87,7 @@ class Ranked:
 
 
 class Engine(Protocol):
-    """An engine that returns rollouts with their own log-probs. One thread uses it."""
+    """An engine, used by one thread. Rollouts have its own log-probs."""
 
     @property
     def capabilities(self) -> Capabilities: ...
@@ -121,8 +120,8 @@ class Engine(Protocol):
     def generate(
         self, requests: list[Request], on_progress: Callable[[int, int], None] | None = None
     ) -> list[Group]:
-        """Return the groups of all requests, in their order. on_progress(done, total): an exception
-        in it ends the call. ValueError names the request and the field."""
+        """Return the groups of all requests, in their order. An exception in on_progress(done,
+        total) ends the call. ValueError names the request and the field."""
         ...
 
     def score(

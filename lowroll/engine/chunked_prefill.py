@@ -10,8 +10,7 @@ from lowroll.engine.sequence import LiveGroup, PrefillChunk
 def plan_passes(
     prompts: deque[LiveGroup], most: int, budget: int, longest: int | None, taken: int
 ) -> list[list[PrefillChunk]]:
-    """Plan up to `most` passes over these prompts, in order, and remove what was planned from
-    `prompts`.
+    """Plan up to `most` passes over these prompts, in order, and remove what was planned.
 
     budget: tokens of a pass, which a single chunk may exceed. longest: of a chunk; None: whole
     prompts. taken: tokens of drafts, which run in the first pass.

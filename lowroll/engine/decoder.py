@@ -161,7 +161,7 @@ class Decoder:
         self, begun: PendingSteps
     ) -> tuple[list[list[int]], list[list[float]], list[list[list[tuple[int, float]]] | None]]:
         """Wait for the started steps. Return (ids, log-probs), both [B, S], and each row's
-        likeliest tokens. ValueError when a row has no distribution."""
+        likeliest tokens. ValueError for a row without a distribution."""
         tokens_SB = self.tokens_SB[: begun.steps, : begun.rows].cpu()
         logprobs_SB = self.logprobs_SB[: begun.steps, : begun.rows].cpu()
         if not all_finite(logprobs_SB):

@@ -235,9 +235,8 @@ class NativeEngine:
     ) -> list[Group]:
         """Return the groups of all requests, in their order. All requests are checked first.
 
-        A text becomes a user's message in the model's chat template, or with chat=False the
-        beginning of a text; `sampling` are its fields of `Request`. Requests that `add` queued
-        advance too; `step` returns their groups.
+        A text becomes a user's message in the chat template, or with chat=False the beginning of a
+        text; `sampling` are its fields of `Request`. Requests that `add` queued advance too.
 
         on_progress(done, total) counts this call's requests after every step; an exception in it
         ends the call. ValueError names the request and the field, or a missing tokenizer.
@@ -409,8 +408,8 @@ class NativeEngine:
     def release(self, in_flight: InFlight = "keep") -> None:
         """Free the memory of the KV cache until the next step.
 
-        It returns at its old address where the device can do that (`kv.virtual_memory`); elsewhere
-        decode graphs are captured again. ValueError when this engine cannot replay.
+        It returns at its old address where possible (`kv.virtual_memory`); elsewhere decode graphs
+        are captured again. ValueError when this engine cannot replay.
         """
         if in_flight == "replay":
             self._check_replays()
@@ -439,8 +438,8 @@ class NativeEngine:
         their spans record. With "replay" they equal, up to rounding, what a fresh engine with these
         weights draws.
 
-        A stream is gathered and checked before any write (`weights.sync.update`). ValueError names
-        what does not fit, or that this engine cannot replay.
+        A stream is checked before any write. ValueError names what does not fit, or that this
+        engine cannot replay.
         """
         if in_flight == "replay":
             self._check_replays()

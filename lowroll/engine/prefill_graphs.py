@@ -5,7 +5,7 @@ at most MOST_PROMPTS fresh prompts and SIZES[-1] tokens is padded to the next si
 of a size compiles its kernels; the second is captured, later ones replay it.
 
 The padding is a sequence behind the prompts, whose keys are not stored. A prompt's bits depend on
-the size that it runs in, and on no other prompt.
+the size of the pass, and on no other prompt.
 
 Legend: T tokens, D hidden size, P prompts.
 """

@@ -5,7 +5,7 @@ A replayed request runs its prompt again, then its draft in pieces, and the new 
 each token. The draft stands up to the first token that differs, which replaces it.
 
 A piece is computed by the products of a prompt, whose last bits are not those of a decoded token.
-So a draw within rounding of another token's can differ, as it can in another batch.
+So a draw within rounding of another token's can differ.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def agreed(sequence: Sequence, token_ids: Many[int]) -> int:
 def plan_checks(
     samples: Iterable[Sequence], budget: int, chunk: int | None
 ) -> tuple[list[Check], int]:
-    """Return the pieces of drafts that run in a step, and their tokens: at most `budget`, unless
-    the first piece alone has more. chunk: the longest piece; None: no limit."""
+    """Return the pieces of drafts that run in a step, and their tokens: at most `budget`, which the
+    first piece alone may exceed. chunk: the longest piece; None: no limit."""
     checks: list[Check] = []
     num_tokens = 0
     for sequence in samples:

@@ -86,9 +86,9 @@ class PrefillTokens:
 
 
 class Runner:
-    """The KV cache and the device side of a step. storage: of keys and values. one_pass: decode
-    rows take their step in the pass over prompts, so that the weights are read once; for a dense
-    cache, a single model and no checks."""
+    """The KV cache and the device side of a step. one_pass: decode rows take their step in the pass
+    over prompts, so that the weights are read once; for a dense cache, a single model and no
+    checks."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Runner:
         ended, and those behind each token of a check.
 
         meanwhile: called once the device has all of its work; on a CPU, before the work. ValueError
-        when a row has no distribution.
+        for a row without a distribution.
         """
         if self.model.device.type != "cuda":
             meanwhile()

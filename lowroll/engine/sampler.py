@@ -198,8 +198,8 @@ class TopLogprobs:
         self, tokens_BS: list[list[int]], logprobs_BS: list[list[float]]
     ) -> list[list[list[tuple[int, float]]] | None]:
         """Wait for the device and return each row's (id, log-prob) pairs at each step, None for a
-        row that requests none. The recorded log-probs of the drawn tokens replace the ranked ones:
-        on a GPU another kernel has summed these."""
+        row that requests none. The recorded log-probs of drawn tokens replace the ranked ones: on a
+        GPU another kernel has summed these."""
         pairs_by_row: list[list[list[tuple[int, float]]] | None] = [None] * len(tokens_BS)
         if not self.asking:
             return pairs_by_row

@@ -55,9 +55,9 @@ class Scheduler:
 
     max_prefill_tokens: of a pass; a single chunk may exceed it. passes: most passes over prompts
     between two plans, in which decode rows take one step. lookahead: most decode steps between two
-    plans, when no prompt waits. behavior: its last policy span names the weights. decode: token ids
-    to text, for stop strings. evictions: the dropped keys of a slot's sample (slot None: none yet);
-    None if not recorded. Others as of `NativeEngine`.
+    plans, when no prompt waits. decode: token ids to text, for stop strings. evictions: the dropped
+    keys of a slot's sample (slot None: none yet); None if not recorded. Others as of
+    `NativeEngine`.
     """
 
     def __init__(

@@ -7,8 +7,8 @@ which it computes the same counts, metrics and refusals.
     RankGroup                  n processes, each with the whole model (plain data parallel)
     parallel.sharding.Sharded  n processes, each with a part of it (FSDP2)
 
-Values are sent as tensors of known sizes, never as pickles. A rank notes its position in the store
-before each wait, so that an error names the missing ones.
+Values are sent as tensors, never as pickles. A rank notes its position in the store before each
+wait, so that an error names the missing ones.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """The application: routes, access, sockets, signals and shutdown.
 
-    app = make_app(state, Credentials(), None)
-
 A route is `open`, or needs the token if there is one (`token`), or the admin's (`admin`). After a
 signal the server accepts nothing, and requests in flight have `grace_s`; a second signal aborts
 them.

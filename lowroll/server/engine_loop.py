@@ -2,7 +2,6 @@
 
 Each iteration runs the posted jobs, then one step. First tokens are sent at once. Other updates
 wait until the device works on the next step, because the event loop would take the GIL before.
-Updates for a slow reader are merged.
 """
 
 from __future__ import annotations

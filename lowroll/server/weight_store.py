@@ -1,7 +1,8 @@
 """Weights by the id of a version, a folder in `--weights-dir`.
 
-    weights-dir/step_000007/    as `checkpoint.publish` leaves it: a dense model folder of the served
-                                model's sizes, or a PEFT adapter; with a STABLE a trainer's broadcast
+    weights-dir/step_000007/    as `checkpoint.publish` leaves it: a dense model folder of the
+                                served model's sizes, or a PEFT adapter; with a STABLE a
+                                trainer's broadcast
 
 A client sends an id and never a path. Folders and files must not be links, and every byte has its
 published digest.
@@ -118,7 +119,7 @@ class WeightStore:
     ) -> VersionUpdates:
         """Return the updates to a version, in memory, in order. newest: the number of the engine's
         policy. able, weights: the engine's capabilities and format. gap: as of `_chain`. Refuse
-        with 404 an unknown version, with 409 one that is damaged or not for this engine."""
+        with 404 an unknown version, with 409 a damaged or unfit one."""
         updates = []
         try:
             for link in self._chain(version, gap):

@@ -1,7 +1,7 @@
 """The errors, the waits and the trainer's cursor of all rollout channels.
 
-The orchestrator sends one Batch a step, in order. The trainer receives each once, and after a crash
-those since its checkpoint again.
+The orchestrator sends one Batch a step, in order. The trainer receives each once, and those since
+its checkpoint again after a crash.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def wait_until(
     """Poll `ready` until it is true, and log every REMIND_S seconds what is waited for.
 
     alive: called between polls; raises when the other side cannot answer. pause: replaces
-    `time.sleep`. DeadlineExceeded after `deadline_s` seconds.
+    `time.sleep`. DeadlineExceeded.
     """
     deadline_s = check_deadline(deadline_s)
     began = time.monotonic()

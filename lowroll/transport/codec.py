@@ -12,7 +12,7 @@ sample. msgspec checks the lines against the dataclasses' type hints.
    the line and the field.
 
 The decoder also accepts a repeated field, an integer above 2^53 in a float field, and bits behind
-the last byte of base64. Checksums around the lines detect damage (`rollout_log`, `frame`).
+the last byte of base64. Checksums detect damage (`rollout_log`, `frame`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Authentication and encryption of the rollout socket with ZeroMQ's CURVE.
+"""Authentication and encryption of the rollout socket with ZeroMQ's CURVE: RFC 26 (CurveZMQ) and
+RFC 27 (ZAP) of rfc.zeromq.org.
 
-Both ends derive both key pairs from the run's token, so a peer without it is rejected before any of
-its messages is read. Source: RFC 26 (CurveZMQ) and RFC 27 (ZAP) of rfc.zeromq.org.
+Both ends derive both key pairs from the run's token. A peer without it is rejected before its
+messages are read.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 The first line is sealed (`checkpoint.line_checksum`); `sha256` is of the bytes after it. The second
 line is the log's header. A sample is its line of the log without the long lists of numbers, which
-follow as bytes: as text they are most of the cost of a batch.
+follow as bytes: as text they are most of the cost.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 format.
 
 A file is written atomically, and each line ends with its checksum (`checkpoint.line_checksum`,
-seeded with the line's number). A resumed run overwrites the steps that it repeats. Training never
-reads these files.
+seeded with the line's number). A resumed run overwrites the steps that it repeats.
 """
 
 from __future__ import annotations

@@ -54,8 +54,7 @@ class Spool:
 
     def put(self, batch: Batch) -> None:
         """Store a batch durably; the same batch again changes nothing. TransportError for another
-        batch of a present step, or one that leaves a gap, and CodecError, before anything is
-        written."""
+        batch of a present step or a gap, and CodecError, before anything is written."""
         data = encode_frame(batch)
         steps = self.steps()
         if batch.step in steps:

@@ -6,8 +6,8 @@
     trainer                 PieceRequest   frame 12 from byte 4 MiB on
 
 A request is repeated until it is answered, and the next one acknowledges. Pieces bound the size of
-a message and let a transfer resume after a restart of either side. A message has two parts: a
-sealed line (`transport.messages`) and the bytes of the piece.
+a message and let a transfer resume after a restart of either side. A message is a sealed line
+(`transport.messages`) and a piece.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 fidelity allows.
 
   1  single    every layer alone in its smallest format: the KL of the dense model to it, on
-               calibration tokens, from its own block on. Larger formats scale it by the squared
-               error of the layer's output.
+               calibration tokens. Larger formats scale it by the squared error of the layer's
+               output.
   2  order     from all layers in their smallest format, steps to larger ones, those first that
                save most KL a bit (the lower convex hull of each layer's choices)
   3  whole     the model after so many steps is measured, and the number of steps is bisected
@@ -72,7 +72,7 @@ class Point:
 class Allocation:
     """The formats of a model's linear layers under a budget; `dense` is the run's own dtype.
 
-    kl: in nats a token, on `tokens` tokens. bits: of a weight, with scales. measured: by bits.
+    kl: nats a token, on `tokens` tokens. bits: of a weight, with scales. measured: by bits.
     """
 
     assignment: dict[str, str]
@@ -258,8 +258,7 @@ class _Search:
 
     def _fewest(self, few: int, max_kl: float) -> int:
         """Return the fewest steps that meet `max_kl`, to FINE_BITS, by a bisection that begins
-        where the sum of layers' KLs, scaled as last measured, predicts the answer. few: enough
-        steps."""
+        where the scaled sum of layers' KLs predicts the answer. few: enough steps."""
         summed_kl = [
             sum(choice.kl for choice in self._chosen(steps).values()) for steps in range(few + 1)
         ]

@@ -66,8 +66,8 @@ def round_base(
     in layers whose format has no grid. Return a record for each matrix.
 
     sequences: token ids, best sampled from the model itself. on_progress(done, total) counts
-    blocks. ValueError, before anything changes, as `blockwise.check`, and for a format that has no
-    grid or does not fit a matrix; later for a weight that is not finite.
+    blocks. ValueError, before anything changes, as `blockwise.check`, and for a format without a
+    grid or unfit for a matrix; later for a weight that is not finite.
     """
     chosen_format = get_format(format)
     check("gptq", model, chosen_format, sequences)

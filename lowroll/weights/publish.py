@@ -137,9 +137,8 @@ def publish(
     """Refill the engine's model, and the model `beside` it, from the master in place, except for
     shared tensors.
 
-    ValueError, before anything is written, names a master of other sizes, another adapter, another
-    base than the shared one, a linear weight that is not finite, or noise for an engine without
-    noisy=True.
+    ValueError, before anything is written, names a master of other sizes, another adapter or base,
+    a linear weight that is not finite, or noise for an engine without noisy=True.
     """
     dense_weights = {
         name: linear.weight
@@ -202,7 +201,7 @@ def first_difference(
     master: Transformer, rollout: Transformer, block: int, noisy: bool = False
 ) -> str | None:
     """Return the first tensor of one block, or outside all blocks, that differs from what `publish`
-    makes of the master. COMPARED_ROWS of dense tensors are compared; a frozen low-bit base and
+    makes of the master. COMPARED_ROWS of dense tensors are compared, a frozen low-bit base and
     `noisy` norms are not."""
     prefix = f"blocks.{block}."
     noisy_names = {f"{name}.weight" for name, _ in noisy_norms(rollout)} if noisy else set()

@@ -6,8 +6,7 @@ rounding (QuRL, appendix A).
     flipped       share of the low-bit codes that differ before and after
 
 over all linear weights, for a copy of them and of the engine's codes. Codes are compared without
-their scales: where a group's scale doubles and its codes halve (MXFP4), all have flipped although
-the values stayed.
+their scales: where a group's scale doubles and its codes halve (MXFP4), all have flipped.
 
 Under LoRA only Eq. 13 is measured, on base + (alpha / r) B A, for a copy of the adapter.
 """

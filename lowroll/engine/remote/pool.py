@@ -279,8 +279,8 @@ class EnginePool:
         """Have every engine draw from a broadcast; what is in flight continues.
 
         Return when all have acknowledged the same version and digest, or when one has and the
-        others had as long again: those get no new requests before they have it. A version that is
-        not newer than the last one replaces it, and what is in flight is drawn again.
+        others had as long again: those get no new requests before they have it. If the version is
+        not newer than the last one, what is in flight is drawn again.
 
         superseded: returns whether a newer version exists. `versions.Superseded` when it does and
         an engine does not find this one; ServerError when no engine takes it, or their weights

@@ -31,8 +31,8 @@ ALL = 0.999  # mass of a whole distribution, up to rounding
 
 
 def body_of(request: Request, model: str, *, seed: int, stop_ids: list[int]) -> dict[str, Any]:
-    """Return the request body, with every sampler setting: a server fills missing ones from a file
-    of the model. stop_ids: the model's own included."""
+    """Return the request body, with every sampler setting: a server fills missing ones from the
+    model. stop_ids: the model's own included."""
     return {
         "model": model,
         "prompt": list(request.prompt_ids),
@@ -251,8 +251,7 @@ class ResponseAssembler:
 
     def _top(self, index: int, rows: Any, count: int) -> list[list[tuple[int, float]]]:
         """Return the (id, log-prob) pairs of the likeliest tokens at each of `count` positions,
-        largest first. rows: {"token_id:5": -0.1, ...} for each position, since two ids may have one
-        text."""
+        largest first. rows: {"token_id:5": -0.1, ...}, since two ids may have one text."""
         num_top = self.request.top_logprobs
         try:
             tops = [_drawable_pairs(entries) for entries in rows or []]

@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 FAILURES = 4  # of one request, at engines that continue, before the run ends
 LOSSES = 32  # evictions that one request may see
 BUSY_S, LONGEST_BUSY_S = 0.2, 5.0  # of an engine that answered "busy"
-# caches full of tokens for one engine, so that it does not run out of work before the last sample
-# of a group has ended (docs/log/engine.md)
+# caches full of tokens for one engine, so that it has work until the last sample of a group has
+# ended (docs/log/engine.md)
 AHEAD = 3.0
 BEHIND = 1.25  # times the least load, for the engine with a turn's pages
 LEARNED = 1 / 64  # weight of an answer in the mean of used token budgets

@@ -1,14 +1,14 @@
 """Checks of an engine's weights by the log-probs of a few tokens, against what the engine does not
 know: bad memory, a misread model, a vLLM that kept its old weights.
 
-An engine that joins a pool has to agree with one that works (`check_canary`). A run's vLLM is
-compared with the learner after an update (`Verifier`):
+An engine that joins a pool has to agree with one that works (`check_canary`). A vLLM is compared
+with the learner after an update (`Verifier`):
 
  1. distance    is the engine near the learner? The bound allows for the rounding of formats.
  2. movement    with d the learner's change since a reference and m the engine's, the share
                 <m, d> / <d, d> is 1 when updates arrive and 0 when they do not. A stale policy
                 passes (1) when steps are small. It is judged once d exceeds the distance clearly;
-                until then the reference stays, and steps add up.
+                until then the reference stays.
 """
 
 from __future__ import annotations

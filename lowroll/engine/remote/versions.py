@@ -55,7 +55,7 @@ class PolicyVersions:
 
     def problem(self, group: Group, sent: int) -> str | None:
         """Return what is wrong with the versions that drew a group: one goes back, or was not
-        agreed on. sent: the version that its engine had acknowledged before."""
+        agreed on. sent: acknowledged by its engine before."""
         for i, rollout in enumerate(group.rollouts):
             last_version = sent
             for span in rollout.behavior.policy:

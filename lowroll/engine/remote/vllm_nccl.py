@@ -1,13 +1,13 @@
 """Full updates by vLLM's own weight transfer, from the learner's GPU to vLLM's over NCCL.
 
     /init_weight_transfer_engine   once: learner and workers meet in one communicator
-    /start_weight_update           each time, with what was drawing ended and paused
+    /start_weight_update           each time, while vLLM is paused without requests
     /update_weights                names, dtypes and shapes; meanwhile each tensor is broadcast
     /finish_weight_update          vLLM makes its own layout of them
 
 From version 0.32 on the communicator's id travels in the request. Older ones fetch it from a
-TCPStore as a pickle, which is written here byte by byte. Any client of the store could replace it,
-so it listens on loopback alone, and an older vLLM on another machine is refused.
+TCPStore as a pickle, written here byte by byte. Any client of the store could replace it, so it
+listens on loopback alone, and an older vLLM on another machine is refused.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """A vLLM server as a child, in a process group of its own. Its Unix socket is in a private folder,
-because its control routes (`VLLM_SERVER_DEV_MODE`) need no token: on loopback every user of the
-machine could call them."""
+because its control routes (`VLLM_SERVER_DEV_MODE`) need no token."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
                step_000007/STABLE    JSON: version, attempt, kind, manifest_digest, noise
 
 The marker is written last; a folder without it is ignored. The SHA-256 of the manifest covers every
-byte, so it never matches the files of another attempt.
+byte.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def manifest_digest(folder: Path) -> str:
 
 def read_broadcast(path: Path) -> Broadcast:
     """Return the broadcast in a folder. ValueError or OSError, with the file and the field, unless
-    its marker and manifest belong together."""
+    marker and manifest belong together."""
     number = number_of(path.name)
     if number is None or path.is_symlink():
         raise ValueError(f"{path}: no folder of a version")

@@ -6,7 +6,7 @@ the engine's (`weights.aligned`).
     {name}.values     [n] their new bits, in the tensor's own dtype
 
 Entries are in row-major order, in storage units of packed codes. Every 65,535th is included, so
-that no gap is longer. Names are those of `publish.digest`.
+that no gap is longer.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ def _norms(
 
 
 class _Write(NamedTuple):
-    """The changed entries of a tensor: its storage as a row of integers, positions in it, and the
-    new integers there."""
+    """The changed entries of a tensor: its storage as a row of integers, positions, and the new
+    integers there."""
 
     bits: Tensor
     at: Tensor

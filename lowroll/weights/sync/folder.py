@@ -6,7 +6,7 @@
 
     adapter    a PEFT folder for the base as it was, and the exact tensors of a base that carries s
     full       a dense Hugging Face folder in the master's own dtype
-    codes      changes of an aligned learner's codes (`sync.changes`); every eighth version is full
+    codes      changes of an aligned learner's codes (`sync.changes`)
 
 With a server (`sync.server`) the folder of a full version has the layout of buckets in place of the
 tensors. Noise (`weights.noise`) travels as seed and sigma.
@@ -366,9 +366,8 @@ def read_update(
 ) -> WeightUpdate:
     """Return the update in a verified folder, as policy `number`.
 
-    model, weights: the engine's model folder and format. broadcast: the folder's, if a trainer
-    wrote it. ValueError for a folder that is not for this engine, TransportError as by
-    `WeightClient.fetch`.
+    model, weights: the engine's model folder and format. broadcast: if a trainer wrote the folder.
+    ValueError for a folder that is not for this engine, TransportError as by `WeightClient.fetch`.
     """
     meta = read_meta(folder) or {}
     if kind == "adapter":

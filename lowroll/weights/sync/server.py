@@ -9,13 +9,13 @@ gloo or CUDA IPC. Both ends exchange lines of JSON on a socket:
     engine -> trainer  {"token": token, "write": [version, manifest digest]}  write files instead
     trainer -> engine  {"written": version}
 
-The event loop has its own thread. After the first request it waits at most GATHER_S for the other
-connected engines, then at most JOIN_S for their group and `timeout_s` for the round. A group lasts
-while the requesting engines stay the same and none dies in a broadcast.
+After the first request it waits at most GATHER_S for the other connected engines, then at most
+JOIN_S for their group and `timeout_s` for the round. A group lasts while the requesting engines
+stay the same and none dies in a broadcast.
 
-A connection that has not sent the token within HELLO_S or MOST_LINE bytes is closed, and so is the
-oldest of too many. The token does not protect the group's store and the buckets: between machines
-use a private network.
+A connection without the token within HELLO_S or MOST_LINE bytes is closed, and so is the oldest of
+too many. The token does not protect the group's store and the buckets: between machines use a
+private network.
 """
 
 from __future__ import annotations

@@ -234,8 +234,8 @@ def arrivals(
     may_lack: Callable[[Set[str], Set[str]], bool] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a stream on a device. wanted: their shapes. may_lack(missing, all):
-    whether a stream may lack tensors. ValueError for one that is unknown, repeated or of another
-    shape or dtype, and at the end for missing ones."""
+    whether a stream may lack tensors. ValueError for one that is unknown, repeated, missing, or of
+    another shape or dtype."""
     unseen = set(wanted)
     for name, tensor in update.tensors():
         _check(name, tensor, wanted, unseen)
