@@ -1,4 +1,5 @@
-"""The rows that decode, resident on the device: several steps run without the host.
+"""The rows that decode, resident on the device: several steps run without the host
+(docs/architecture.md).
 
 A sample has a slot from its admission to its end; the rows of a batch are in any slots. Each step
 replaces a row's state, which is its last token and position, the position at which it must stop,
@@ -7,9 +8,8 @@ its noise key, temperature, page table, and number of cached keys:
     hidden = model(last token, position)      K/V go to the row's page, attention reads the pages
     token, log-prob = draw(logits)            written behind those of the steps before
 
-On CUDA a step is one graph for each batch size in BUCKETS. Padding rows are dead and write nothing,
-as is a row that reaches its end or fills its cache. A row that draws a stop id runs to the last
-step, and the scheduler drops its later tokens.
+Padding rows are dead and write nothing, as is a row that reaches its end or fills its cache. A row
+that draws a stop id runs to the last step, and the scheduler drops its later tokens.
 
 Batches of LARGE_BATCH_FROM rows run on `large_batch_model` if there is one: 4-bit weights are the
 fewest bytes to read for few rows, 8-bit ones the cheaper product for many (docs/benchmarks.md).

@@ -434,10 +434,6 @@ class NativeEngine:
     def update_weights(self, update: WeightUpdate, in_flight: InFlight = "keep") -> BehaviorTag:
         """Take new weights as policy `update.version`, in place, and return the new tag.
 
-        in_flight: with "keep", running rollouts keep the tokens and keys of the old weights, as
-        their spans record. With "replay" they equal, up to rounding, what a fresh engine with these
-        weights draws.
-
         A stream is checked before any write. ValueError names what does not fit, or that this
         engine cannot replay.
         """

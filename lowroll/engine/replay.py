@@ -1,11 +1,10 @@
-"""Replay: the tokens that a sample drew under earlier weights are drafts of what it draws now.
+"""Replay (docs/algorithms.md): the tokens that a sample drew under earlier weights are drafts of
+what it draws now.
 
-Noise does not depend on the weights, so slightly changed weights draw the same tokens for a while.
 A replayed request runs its prompt again, then its draft in pieces, and the new weights draw behind
-each token. The draft stands up to the first token that differs, which replaces it.
-
-A piece is computed by the products of a prompt, whose last bits are not those of a decoded token.
-So a draw within rounding of another token's can differ.
+each token with the same noise. The draft stands up to the first token that differs, which replaces
+it. A piece is computed by the products of a prompt, whose last bits are not those of a decoded
+token.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Learner ranks: processes that train one model together.
-
-Every rank has the whole batch, runs its share of the passes, and gathers the results of all, from
-which it computes the same counts, metrics and refusals.
+"""Learner ranks: processes that train one model together (docs/architecture.md).
 
     Ranks                      one process alone
     RankGroup                  n processes, each with the whole model (plain data parallel)

@@ -119,12 +119,8 @@ class EngineThread:
             grammars.compile(text)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop drawing.
-
-        keep: requests in flight continue after `resume`. wait: they finish first, and new ones are
-        held back; EngineStalled after `drain_s`, and then nothing is paused; ValueError when a
-        resume or another pause comes first. abort: they end now.
-        """
+        """Stop drawing (docs/server.md). With "wait", EngineStalled after `drain_s`, and then
+        nothing is paused; ValueError when a resume or another pause comes first."""
         drained: Future[None] = Future()  # ends when the thread has paused
         drain_result = asyncio.wrap_future(drained)
 

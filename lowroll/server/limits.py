@@ -6,7 +6,7 @@
 408  the body came too slowly
 413, 415, 431  too large, not plain JSON, too many headers
 500  the log has the reason, under the X-Request-Id of the response
-503  too many open requests, or the engine does not answer: try again later
+503  too many open requests, or the engine does not answer
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _OTHER_BYTES = bytes(set(range(256)) - set(b"[]{}"))
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """The limits of the server, in bytes and seconds."""
+    """The limits of the server, in bytes and seconds (docs/server.md)."""
 
     body: int = 8 << 20
     bodies: int = 512 << 20  # of all open requests
@@ -69,16 +69,16 @@ class ServerLimits:
     told: int = 1 << 18  # prompt log-probs in one answer
     told_streamed: int = 1 << 13  # in a stream
     headers: int = 16 << 10
-    depth: int = 32  # of nested lists and objects
-    n: int = 64  # of one prompt
-    prompts: int = 256  # of one request
-    requests: int = 1024  # open together
+    depth: int = 32
+    n: int = 64
+    prompts: int = 256
+    requests: int = 1024
     connections: int = 4096
-    head_s: float = 10.0  # to send a first request
-    body_s: float = 30.0  # to send a body
-    health_s: float = 10.0  # for the engine's thread to answer
-    write_s: float = 60.0  # to read a part of an answer
-    update_s: float = 300.0  # for the engine to take weights
+    head_s: float = 10.0
+    body_s: float = 30.0
+    health_s: float = 10.0
+    write_s: float = 60.0
+    update_s: float = 300.0
 
 
 @dataclass

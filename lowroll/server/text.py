@@ -1,7 +1,7 @@
 """Text from token ids, whole or streamed.
 
 Unfinished characters, and the possible beginning of a stop string, are held back, so that a stream
-equals the whole response.
+equals the response.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Weights by the id of a version, a folder in `--weights-dir`.
-
-    weights-dir/step_000007/    as `checkpoint.publish` leaves it: a dense model folder of the
-                                served model's sizes, or a PEFT adapter; with a STABLE a
-                                trainer's broadcast
+"""Weights by the id of a version, a folder in `--weights-dir` (docs/server.md).
 
 A client sends an id and never a path. Folders and files must not be links, and every byte has its
 published digest.

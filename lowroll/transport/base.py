@@ -1,8 +1,4 @@
-"""The errors, the waits and the trainer's cursor of all rollout channels.
-
-The orchestrator sends one Batch a step, in order. The trainer receives each once, and those since
-its checkpoint again after a crash.
-"""
+"""The errors, the waits and the trainer's cursor of all rollout channels (docs/architecture.md)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""Authentication and encryption of the rollout socket with ZeroMQ's CURVE: RFC 26 (CurveZMQ) and
-RFC 27 (ZAP) of rfc.zeromq.org.
-
-Both ends derive both key pairs from the run's token. A peer without it is rejected before its
-messages are read.
-"""
+"""Authentication and encryption of the rollout socket with ZeroMQ's CURVE (docs/security.md): RFC
+26 (CurveZMQ) and RFC 27 (ZAP) of rfc.zeromq.org. Both ends derive both key pairs from the run's
+token."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Rollouts through a shared folder: the spool, and one file with the trainer's cursor.
 
-    orchestrator   step_000012.frame      whole or absent, never changed
-    trainer        cursor.json            what it has received and committed, replaced whole
-
 Each side polls the folder; the caller's `alive` detects a dead peer.
 """
 

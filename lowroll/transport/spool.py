@@ -1,7 +1,8 @@
-"""The sent batches that may be requested again: `step_000012.frame`, one file each.
+"""The sent batches that may be requested again: `step_000012.frame`, one file each
+(docs/architecture.md).
 
-A file is whole and never changed. The steps have no gaps. The newest frame stays, because a
-restarted orchestrator resumes from its state.
+The steps have no gaps. The newest frame stays, because a restarted orchestrator resumes from its
+state.
 """
 
 from __future__ import annotations

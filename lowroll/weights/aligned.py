@@ -1,4 +1,4 @@
-"""The aligned forward (QaRL): the learner multiplies with the engine's tensors.
+"""The aligned forward (QaRL; docs/algorithms.md): the learner multiplies with the engine's tensors.
 
     align      once: every linear weight W gets its Q(W), with which the forward multiplies
     transpose  once: every linear weight gets fp8 codes of W', for the products of input gradients
@@ -7,10 +7,8 @@
 Between two updates all micro-batches, the old log-probs and the publication use the same Q(W), so
 the `digest` of learner and engine are equal. Over a quantized base (LoRA) Q(W) is the base itself.
 Embeddings, norms and lm_head stay dense. In the model's own floating-point format the aligned
-forward is the plain one, up to the order of sums in packed products (`quant.dense`).
-
-The gradient's product dX = dY W sums over the rows of W, along which a scale must not change, so it
-has codes of its own with one scale a column of W, a byte a weight.
+forward is the plain one, up to the order of sums in packed products (`quant.dense`). The codes of
+W' take a byte a weight.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""AWQ: scale the input channels of a weight before quantization, so that loud channels round finer.
+"""AWQ (docs/algorithms.md): scale the input channels of a weight before quantization, so that loud
+channels round finer.
 
     Q(W s) (x / s) ~ W x        s a channel; the producer of x is divided by s once
 
@@ -8,9 +9,9 @@ The factors of a ratio r = 0, 1/20, ..., 19/20, from the mean |x| of a channel o
     s = max(xm^r / (wm^(1-r) + 1e-4), 1e-4),    s <- s / sqrt(max(s) min(s))
 
 The candidate with the least mean squared error of the output is taken, measured after attention for
-q, k, v, after the MLP for gate and up, and after themselves for o and down. Producers are the
-norms, the rows of v for o (only where every query head has its own v), and the rows of up for down
-(AWQ, arXiv 2306.00978, section 3; the ratio and both means as in llm-compressor). Deviations:
+q, k, v, after the MLP for gate and up, and after themselves for o (only where every query head has
+its own v) and down. Source: AWQ, arXiv 2306.00978, section 3; the ratio and both means as in
+llm-compressor. Deviations:
 
 1. s = 1 is a candidate too.
 2. A producer's own rounding changes, so the whole quantized block is measured at the end, and

@@ -1,4 +1,5 @@
-"""GPTQ: round a weight column by column, and let the later columns compensate each error.
+"""GPTQ (docs/algorithms.md): round a weight column by column, and let the later columns compensate
+each error.
 
     H = sum_t x_t x_t' + damping I      of the inputs that the matrix reads on calibration text
     U = the upper Cholesky factor of H^-1,  U' U = H^-1
@@ -7,9 +8,8 @@
 Columns are taken from the largest to the smallest diagonal entry of H, with group scales chosen
 before, so the codes have the usual layout (GPTQ, arXiv 2210.17323, algorithm 1; the order is
 `desc_act` of AutoGPTQ). A group's range is stretched or cut to minimise the loss of its nearest
-codes, weighted by H's diagonal: on SmolLM2 that removes a quarter of the remaining KL. Matrices are
-taken in the order of the forward pass, over the outputs of the rounded ones before (GPTAQ lost on
-other text). Nearest codes are kept where their product on the text is nearer to the dense one.
+codes, weighted by H's diagonal: on SmolLM2 that removes a quarter of the remaining KL. A matrix
+reads what the rounded ones before it make (GPTAQ lost on other text).
 
 Memory: two residual streams and the heads, the activations of one chunk, and H of one matrix in
 float32; factors are in float64.

@@ -1,12 +1,12 @@
-"""Adaptive quantization noise (QeRL, section 3.3): exploration by seeded Gaussian noise on the
-engine's norm weights.
+"""Adaptive quantization noise (QeRL, section 3.3; docs/algorithms.md): exploration by seeded
+Gaussian noise on the engine's norm weights.
 
     w' = w + z,    z ~ N(0, sigma^2) a channel,    fresh at every publication
 
 in the input and post-attention norms: the noise multiplies the columns of q, k, v, gate and up by 1
 + z / w, in every weight format. The engine keeps these norms in float32: in bfloat16 a sigma below
-5e-4 would not change a weight of size 1. Norms that carry an s of update-aware scaling
-(`model.scaling`) get s z, which leaves the noisy policy the same.
+5e-4 would not change a weight of size
+1. Norms that carry an s of update-aware scaling get s z.
 
 sigma falls in stages, sigma_0 = sigma_start to sigma_{n-1} = sigma_end, with p = i / (n - 1):
 
@@ -17,9 +17,8 @@ sigma falls in stages, sigma_0 = sigma_start to sigma_{n-1} = sigma_end, with p 
 
 and the run is cut into K equal intervals, the first without noise. Variant `code` (QeRL's program,
 and Surogate's): num_stages intervals with n = num_stages - 1; `paper` (Eq. 8): n = num_stages
-values after the first interval. The interval of step t of T is floor(t K / T).
-
-A draw is a function of (seed, version, norm). `share` gives the learner the noisy norms.
+values after the first interval. The interval of step t of T is floor(t K / T). A draw is a function
+of (seed, version, norm).
 """
 
 from __future__ import annotations

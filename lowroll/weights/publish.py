@@ -1,8 +1,7 @@
 """Publication of master weights to the engine: master -> noise -> quantize -> the engine's buffers,
 in place.
 
-`rollout_copy` makes the engine's model once; `publish` refills it after each step. Under LoRA a
-quantized base is shared, and only the adapter is published.
+`rollout_copy` makes the engine's model once; `publish` refills it after each step.
 """
 
 from __future__ import annotations

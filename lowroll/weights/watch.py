@@ -5,10 +5,9 @@ rounding (QuRL, appendix A).
     quant error   sum |Q(W') - W'|^2 / sum |W'|^2       Eq. 14, after it
     flipped       share of the low-bit codes that differ before and after
 
-over all linear weights, for a copy of them and of the engine's codes. Codes are compared without
-their scales: where a group's scale doubles and its codes halve (MXFP4), all have flipped.
-
-Under LoRA only Eq. 13 is measured, on base + (alpha / r) B A, for a copy of the adapter.
+over all linear weights. Codes are compared without their scales: where a group's scale doubles and
+its codes halve (MXFP4), all have flipped. Under LoRA only Eq. 13 is measured, on base + (alpha / r)
+B A.
 """
 
 from __future__ import annotations

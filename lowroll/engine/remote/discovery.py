@@ -1,8 +1,5 @@
-"""Discovery of engines by a DNS name, which is resolved periodically.
-
-A new address is a new engine; one that disappears gets no new requests. A failed query changes
-nothing.
-"""
+"""Discovery of engines by a DNS name, which is resolved periodically. A failed query changes
+nothing."""
 
 from __future__ import annotations
 

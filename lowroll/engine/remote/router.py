@@ -1,7 +1,7 @@
 """Routing of a pool's requests to its replicas: least loaded, with affinity, and with retries.
 
 A request is all samples of a group. A lost one is sent to another replica with the same id and
-seed, so that the same weights draw the same tokens.
+seed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """One vLLM that takes weights as a stream, started here or attached to (docs/vllm.md).
 
-    with VllmEngine.start("path/to/model", lora_rank=16) as engine:
-        groups = engine.generate([Request(prompt_ids=[...], n=8, max_tokens=64, seed=7)])
-        engine.update_weights(WeightUpdate.local(learner, version=1))
-
-Weights come as an adapter with a new name for each version, as a folder of the whole model
-(`vllm_folders`), or by vLLM's own transfer (`vllm_nccl`), and are checked by `verify`.
+with VllmEngine.start("path/to/model", lora_rank=16) as engine:
+    groups = engine.generate([Request(prompt_ids=[...], n=8, max_tokens=64, seed=7)])
+    engine.update_weights(WeightUpdate.local(learner, version=1))
 """
 
 from __future__ import annotations
@@ -211,8 +208,8 @@ class VllmEngine(EnginePool):
     # -- pause -------------------------------------------------------------------------------------
 
     def pause(self, mode: Literal["keep", "wait", "abort"] = "keep") -> None:
-        """Stop drawing: freeze the requests in flight, wait for their end, or end them with
-        "abort". New requests wait for `resume`."""
+        """Stop drawing: freeze the requests in flight, wait for their end, or abort them. New
+        requests wait for `resume`."""
         self.found.needs("pause", "/pause", "/resume")
         self.run(self._server.pause(mode, self.request_s), self.request_s)
 

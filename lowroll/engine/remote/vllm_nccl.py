@@ -7,7 +7,7 @@
 
 From version 0.32 on the communicator's id travels in the request. Older ones fetch it from a
 TCPStore as a pickle, written here byte by byte. Any client of the store could replace it, so it
-listens on loopback alone, and an older vLLM on another machine is refused.
+listens on loopback alone (docs/vllm.md).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Published weights as their readers see them: one folder for each version.
+"""Published weights as their readers see them: one folder for each version (docs/server.md).
 
     broadcasts/step_000007/    as `checkpoint.publish` leaves it, with its MANIFEST.json
                step_000007/STABLE    JSON: version, attempt, kind, manifest_digest, noise
 
-The marker is written last; a folder without it is ignored. The SHA-256 of the manifest covers every
-byte.
+The SHA-256 of the manifest covers every byte.
 """
 
 from __future__ import annotations

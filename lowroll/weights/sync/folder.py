@@ -1,15 +1,11 @@
-"""The folder route: a version of the weights becomes a folder that engines read.
+"""The folder route: a version of the weights becomes a folder that engines read (docs/server.md).
 
     publisher = FolderPublisher(run / "broadcasts", learner, attempt=1, keep=2, base=model_folder)
     publisher.publish(7)      # broadcasts/step_000007, and its STABLE last
     read_update(broadcasts / "step_000007", 7, "full", engine_folder, "int8")    # in the engine
 
-    adapter    a PEFT folder for the base as it was, and the exact tensors of a base that carries s
-    full       a dense Hugging Face folder in the master's own dtype
-    codes      changes of an aligned learner's codes (`sync.changes`)
-
-With a server (`sync.server`) the folder of a full version has the layout of buckets in place of the
-tensors. Noise (`weights.noise`) travels as seed and sigma.
+An adapter's folder also has the exact tensors of a base that carries s. With a server
+(`sync.server`) the folder of a full version has the layout of buckets in place of the tensors.
 
 A version that is published again stays where its bytes are the same. Otherwise the old folder is
 renamed first, so no reader mixes the files of two attempts.

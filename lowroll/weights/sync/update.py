@@ -1,13 +1,11 @@
 """A weight update as a value from a learner, and the engine's end, which takes it whole or not at
-all.
+all (docs/architecture.md).
 
     engine.update_weights(WeightUpdate.local(master, version=3, noise=noise))    in one process
     engine.update_weights(WeightUpdate.local(master, version=3).as_stream())     by another route
 
-From a local update an engine of the same process quantizes (`weights.publish`). Other engines
-gather the stream on their device, in the memory of a dense model or an adapter, and check it before
-their weights change. The digest covers what travels; that in a BehaviorTag is of the quantized
-weights.
+Other engines gather the stream on their device, in the memory of a dense model or an adapter. The
+digest covers what travels; that in a BehaviorTag is of the quantized weights.
 """
 
 from __future__ import annotations
