@@ -22,7 +22,7 @@ from lowroll.model.attention import upload
 
 log = logging.getLogger(__name__)
 
-MOST_KEPT = 32  # compiled grammars
+MOST_KEPT = 32
 MOST_TEXT = 1 << 18  # characters of one grammar
 # a mask takes at most about 15 ms, by the library's documentation
 STEP_ITEMS, STEP_FUEL, LEXER_STATES = 50_000, 200_000, 50_000
@@ -40,7 +40,7 @@ class Grammar:
     def __init__(self, compiled: Any, eos_ids: Collection[int]) -> None:
         self._compiled = compiled
         self._eos_ids = frozenset(eos_ids)
-        self._states: dict[int, _SampleState] = {}  # by sample
+        self._states: dict[int, _SampleState] = {}
 
     def allowed(self, sample: int, token_ids: Many[int], width: int) -> bytes:
         """Return a bit mask of the ids that may follow a sample's tokens, lowest first, in `width`
@@ -127,7 +127,7 @@ def held(logits_BV: Tensor, rows: Iterable[tuple[int, Grammar, int, Many[int]]])
     """Return float32 logits with -inf for ids that a row's grammar excludes; the input without such
     rows. rows: (row, grammar, sample, tokens of the response) of each of N rows."""
     vocab_size = logits_BV.shape[1]
-    width = -(-vocab_size // 8)  # W bytes have a bit for each id
+    width = -(-vocab_size // 8)
     masks = bytearray()
     row_numbers: list[int] = []
     for row, grammar, sample, token_ids in rows:

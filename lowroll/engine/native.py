@@ -1,9 +1,4 @@
-"""The rollout engine of this process (`lowroll.Engine`).
-
-    engine = Engine("path/to/model", weights="int8")
-    groups = engine.generate([Request(prompt_ids=[...], n=8, max_tokens=64, seed=7)])
-    groups = engine.generate(["Name a prime."], n=8, max_tokens=64)  # in the model's chat template
-    print(engine.text(groups[0].rollouts[0]))
+"""The rollout engine of this process (`lowroll.Engine`; docs/python.md).
 
 `add`, `step` and `abort` are the continuous-batching interface under `generate`.
 """
@@ -604,7 +599,7 @@ class NativeEngine:
         page_size: int,
     ) -> int:
         bytes_per_token = self.storage.bytes_per_token(self.spec, self.model.dtype)
-        free_bytes = free_memory(self.model.device)  # None if unknown
+        free_bytes = free_memory(self.model.device)
         state_bytes = self._policy_bytes
         if cache_tokens is None:
             assumed_free = UNKNOWN_FREE if free_bytes is None else free_bytes

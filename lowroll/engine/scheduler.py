@@ -19,8 +19,8 @@ are free and not reserved. Only the oldest group can have both admitted and wait
 holds nothing but its prompt. So one more sample always fits when all others have ended: there is no
 deadlock.
 
-Decode rows wait while a prompt runs, and one short prompt takes as long as several. With `gather`,
-prompts run together, after that many decode steps, or when they fill a pass.
+One short prompt takes as long as several. With `gather`, prompts run together, after that many
+decode steps, or when they fill a pass.
 
 One thread uses it. An `abort` between run and commits makes the commits do nothing. Do not abort
 between plan and run: that frees the pages that the plan lists.

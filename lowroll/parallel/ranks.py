@@ -118,7 +118,7 @@ class Ranks:
 
     def tell(self, data: bytes | None = None, wait_s: float | None = None) -> bytes:
         """Send data from the leading rank, and return it on every rank. The others wait `wait_s`
-        for it to begin, by default the group's deadline."""
+        for it to begin, by default the deadline."""
         assert data is not None
         return data
 

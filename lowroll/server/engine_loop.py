@@ -317,8 +317,8 @@ class PauseControl:
 
 
 class EngineLoop:
-    """The iterations of the engine's thread, and the state that it alone may touch. idle_s: the
-    longest iteration without work."""
+    """The iterations of the engine's thread, and its private state. idle_s: the longest iteration
+    without work."""
 
     def __init__(self, engine: Engine, metrics: Metrics, watchdog: Watchdog, idle_s: float) -> None:
         self.engine = engine

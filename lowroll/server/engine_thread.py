@@ -156,8 +156,8 @@ class EngineThread:
         return await self.call(lambda engine: self.loop.abort_all(), "abort")
 
     async def health(self, deadline_s: float | None = None) -> EngineHealth:
-        """Return the thread's health; concurrent callers share one answer. EngineStalled when there
-        is none in time (default: an iteration's)."""
+        """Return the thread's health; concurrent callers share one answer. EngineStalled after the
+        deadline (default: an iteration's)."""
         if self._probe is None or self._probe.done():
             self._probe = asyncio.ensure_future(self.ask_health())
         allowed_s = self.watchdog.deadline_s if deadline_s is None else deadline_s

@@ -69,22 +69,23 @@ class ServerLimits:
     told: int = 1 << 18  # prompt log-probs in one answer
     told_streamed: int = 1 << 13  # in a stream
     headers: int = 16 << 10
-    depth: int = 32
-    n: int = 64
-    prompts: int = 256
-    requests: int = 1024
+    depth: int = 32  # of nested lists and objects
+    n: int = 64  # samples of one prompt
+    prompts: int = 256  # of one request
+    requests: int = 1024  # open together
     connections: int = 4096
-    head_s: float = 10.0
-    body_s: float = 30.0
-    health_s: float = 10.0
-    write_s: float = 60.0
+    head_s: float = 10.0  # until a connection has sent a request
+    body_s: float = 30.0  # until its body has come
+    health_s: float = 10.0  # until the engine's thread has answered
+    write_s: float = 60.0  # until a client has read a part of its answers
     update_s: float = 300.0
 
 
 @dataclass
 class ServerState:
-    """The state for all handlers (`request.app[STATE]`). vocabulary: None lets only token ids in
-    and out."""
+    """The state for all handlers (`request.app[STATE]`). vocabulary: None lets only token ids in and
+    out.
+    """
 
     engine: EngineThread
     chat: ChatTokenizer | None

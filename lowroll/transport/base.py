@@ -54,7 +54,7 @@ class Fenced(TransportError):
 @dataclass(frozen=True)
 class Cursor:
     """The last step that a trainer's attempt has received, and the last in a checkpoint. Both only
-    grow. ValueError for impossible numbers."""
+    grow."""
 
     received: int
     committed: int
@@ -91,8 +91,7 @@ class RolloutReceiver(Protocol):
     """The trainer's end of a channel."""
 
     def receive(self, deadline_s: float) -> Batch:
-        """Return the next batch, each once and in order. DeadlineExceeded after `deadline_s`
-        seconds, ChannelClosed when none can come."""
+        """Return the next batch, each once and in order. Raises DeadlineExceeded, ChannelClosed."""
 
 
 def check_deadline(deadline_s: float) -> float:
@@ -118,7 +117,7 @@ def wait_until(
     """Poll `ready` until it is true, and log every REMIND_S seconds what is waited for.
 
     alive: called between polls; raises when the other side cannot answer. pause: replaces
-    `time.sleep`. DeadlineExceeded.
+    `time.sleep`. Raises DeadlineExceeded.
     """
     deadline_s = check_deadline(deadline_s)
     began = time.monotonic()

@@ -37,7 +37,7 @@ MAX_BYTES = 1 << 30
 _TAG = "type"
 _MAX_EXACT_INT = 1 << 53  # integers up to here are doubles
 _NON_FINITE = ("inf", "-inf", "nan")
-_FLOAT: Any = float | Literal["inf", "-inf", "nan"]  # in JSON
+_FLOAT: Any = float | Literal["inf", "-inf", "nan"]
 
 
 class CodecError(ValueError):
@@ -45,7 +45,7 @@ class CodecError(ValueError):
 
 
 def encode_batch(batch: Batch) -> bytes:
-    """Return a batch as lines. CodecError names a field that JSON cannot carry exactly."""
+    """Return a batch as lines. Raises CodecError."""
     return encode_header(batch) + b"".join(map(encode_sample, batch.samples))
 
 

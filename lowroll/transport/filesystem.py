@@ -21,7 +21,7 @@ from lowroll.transport.spool import Spool
 from lowroll.types import Batch
 
 TRIES = 3  # of a damaged frame
-_PAUSE_S = 0.2  # between reads
+_PAUSE_S = 0.2
 
 
 class Sender:
@@ -55,8 +55,7 @@ class Sender:
         """Do nothing: the trainer polls the folder."""
 
     def send(self, batch: Batch) -> None:
-        """Put a batch into the spool. DeadlineExceeded when the trainer is too far behind,
-        FrameGone when it needs a batch that is gone; nothing is sent then."""
+        """Put a batch into the spool, or raise DeadlineExceeded or FrameGone."""
         if self.closed:
             raise ChannelClosed(f"batch of step {batch.step} was sent on a closed rollout channel")
         if batch.step not in self.spool.steps():  # `put` only compares a present one
@@ -100,8 +99,8 @@ class Sender:
             )
 
     def go_back(self, cursor: Cursor) -> None:
-        """Drop the batches after the trainer's checkpoint, to be made again. A trainer that has
-        received more is dismissed."""
+        """Drop the batches after the trainer's checkpoint. A trainer that has received more is
+        dismissed."""
         if cursor.received > cursor.committed:
             self.spool.progress.dismiss(cursor)
         self.spool.drop_after(-1)
@@ -109,7 +108,7 @@ class Sender:
         self.closed, self._ended, self._cursor = False, None, None
 
     def end(self, reason: str) -> None:
-        """Declare that no batch follows: after the last the trainer gets ChannelClosed."""
+        """Declare that no batch follows."""
         self.closed, self._ended = True, reason
         self.spool.end(reason)
         self.notify()
@@ -133,8 +132,8 @@ class Sender:
 
 
 class Receiver:
-    """The trainer's end. attempt: grows with every start; earlier ones are fenced. committed: the
-    step of the checkpoint that it resumes from."""
+    """The trainer's end. attempt: grows with every start. committed: the step of the checkpoint
+    that it resumes from."""
 
     def __init__(
         self,
@@ -152,8 +151,7 @@ class Receiver:
         self._report(self._cursor)
 
     def receive(self, deadline_s: float) -> Batch:
-        """Return the next batch. FrameGone when only later ones are there, DamagedFrame when it is
-        not what was sent, Fenced when a later attempt has taken over."""
+        """Return the next batch. Raises FrameGone, DamagedFrame, Fenced."""
         step = self._cursor.received + 1
         wait_until(
             lambda: self._is_decided(step),

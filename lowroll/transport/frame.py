@@ -56,8 +56,7 @@ class PackedSample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 def encode_frame(batch: Batch) -> bytes:
-    """Return the frame of a batch. CodecError for one that cannot be carried exactly, or is too
-    long."""
+    """Return the frame of a batch. Raises CodecError."""
     payload = pack_batch(batch)
     if len(payload) > MAX_BYTES:
         raise CodecError(
@@ -81,7 +80,7 @@ def decode_frame(data: bytes, step: int, where: str) -> Batch:
 
 
 def check_frame(data: bytes, step: int, where: str) -> bytes:
-    """Return the bytes after the header, checked for size and digest. Raises as `decode_frame`."""
+    """Return the checked bytes after the header. Raises as `decode_frame`."""
     payload_start = data.find(b"\n", 0, MAX_LINE_BYTES) + 1
     try:
         if not payload_start:
@@ -105,7 +104,7 @@ def check_frame(data: bytes, step: int, where: str) -> bytes:
 
 
 def pack_batch(batch: Batch) -> bytes:
-    """Return a frame without its first line. CodecError names a field that cannot be carried."""
+    """Return a frame without its first line. Raises CodecError."""
     return encode_header(batch) + msgspec.msgpack.encode([pack_sample(s) for s in batch.samples])
 
 

@@ -21,7 +21,7 @@ _FIRST_BYTES = b'{"kind":"batch",'
 
 
 def write_rollouts(folder: Path, batch: Batch) -> Path:
-    """Write the file of a batch; return its path. CodecError before anything is written."""
+    """Write the file of a batch; return its path. CodecError before any write."""
     lines = encode_batch(batch).removesuffix(b"\n").split(b"\n")
     folder.mkdir(parents=True, exist_ok=True)
     path = rollouts_path(folder, batch.step)
@@ -44,7 +44,7 @@ def without_evictions(batch: Batch) -> Batch:
 
 
 def read_rollouts(path: Path) -> Batch:
-    """Return the batch in a file. CodecError names file, line and field of a damage."""
+    """Return the batch in a file. CodecError names file, line and field."""
     try:
         batch = decode_batch(unseal_lines(read_file(path)))
     except ValueError as error:  # includes CodecError

@@ -71,7 +71,7 @@ class Spool:
         write_file(self.path(batch.step), data)
 
     def get(self, step: int) -> bytes:
-        """Return the frame of a step. FrameGone or DamagedFrame when it is not as it was sent."""
+        """Return the frame of a step. Raises FrameGone, DamagedFrame."""
         data = self._bytes(step)
         check_frame(data, step, str(self.path(step)))
         return data
@@ -90,7 +90,7 @@ class Spool:
         return FrameGone(f"{self.path(step)}: the batch of step {step} is not there")
 
     def piece(self, step: int, offset: int, most: int) -> tuple[bytes, int]:
-        """Return at most `most` bytes of a frame, unchecked, and its size. FrameGone."""
+        """Return at most `most` unchecked bytes of a frame, and its size. Raises FrameGone."""
         path = self.path(step)
         try:
             with naming(path), path.open("rb", buffering=0) as file:
@@ -119,12 +119,11 @@ class Spool:
         return later_steps
 
     def repair(self) -> None:
-        """Set aside the first damaged frame and those after it, to be made again. Delete the frames
-        before a gap."""
+        """Set aside the first damaged frame and those after it. Delete the frames before a gap."""
         steps = self.steps()
         for index, step in enumerate(steps):
             try:
-                self.get(step)  # checks the digest only: to decode all frames would take seconds
+                self.get(step)  # only the digest: to decode all frames would take seconds
             except (DamagedFrame, FrameGone) as error:
                 log.error("%s; it is set aside with those after it, to be made again", error)
                 self._set_aside(steps[index:])
@@ -199,7 +198,7 @@ class Progress:
             return None
 
     def report(self, cursor: Cursor) -> None:
-        """Store a trainer's cursor. Fenced when a later attempt has reported."""
+        """Store a trainer's cursor. Raises Fenced."""
         path, stored = self.folder / CURSOR, self.cursor()
         if stored is not None and stored.attempt > cursor.attempt:
             raise Fenced(f"{path}: {takeover(stored.attempt, cursor.attempt)}")
@@ -208,8 +207,7 @@ class Progress:
         write_file(path, encode_cursor(cursor))
 
     def dismiss(self, cursor: Cursor) -> None:
-        """Dismiss an attempt of the trainer: it is Fenced, and the next starts from the
-        checkpoint."""
+        """Dismiss an attempt: it is Fenced, and the next starts from the checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_file(self.folder / DISMISSED, encode_cursor(cursor))
 

@@ -292,7 +292,7 @@ class SpoolServer:
             return
         self._waiting[peer] = request
         if len(self._waiting) > _MAX_WAITING:  # peers that are gone do not say so
-            del self._waiting[next(iter(self._waiting))]  # the oldest
+            del self._waiting[next(iter(self._waiting))]
         if not again:
             self._send(peer, request, "wait")
 
@@ -343,14 +343,13 @@ class Receiver:
         self.alive = alive
         self.silence_s = silence_s
         self._cursor = Cursor(committed, committed, attempt)
-        self._orchestrator = -1  # its attempt
-        self._acknowledged = committed  # the last acknowledged commit
+        self._orchestrator = -1
+        self._acknowledged = committed
         self._warned = False  # that no orchestrator has ever answered
 
     def receive(self, deadline_s: float) -> Batch:
-        """Return the next batch. PeerSilent when an orchestrator that was there is silent for
-        `silence_s` seconds, DamagedFrame after three damaged transfers, FrameGone when only later
-        batches are there, Fenced when a later attempt has taken over, ChannelClosed at the end."""
+        """Return the next batch. PeerSilent after `silence_s` seconds, DamagedFrame after TRIES
+        transfers. Raises FrameGone, Fenced, ChannelClosed."""
         step = self._cursor.received + 1
         deadline = time.monotonic() + check_deadline(deadline_s)
         assembler = FrameAssembler(step)
@@ -408,7 +407,7 @@ class Receiver:
 
     def _listen(self, assembler: FrameAssembler, seconds: float) -> bool:
         """Take answers for `seconds`, or until a piece was taken or refused. Return whether the
-        orchestrator answered. Raises as `_raise`."""
+        orchestrator answered."""
         deadline = time.monotonic() + seconds
         answered = False
         while (remaining_s := deadline - time.monotonic()) > 0:
@@ -468,7 +467,7 @@ class FrameAssembler:
 
     def take(self, answer: PieceReply, piece: bytes, where: str) -> bool:
         """Append a piece, and decode the whole frame. Return False for another step or offset.
-        DamagedFrame after TRIES damaged frames."""
+        Raises DamagedFrame."""
         if answer.step != self.step or answer.offset != self.offset:
             return False
         if problem := self._problem(answer, piece):

@@ -45,7 +45,7 @@ LEAST_KL = 1e-15  # float32 sums of quantized layers may be smaller
 
 @dataclass(frozen=True)
 class Calibration:
-    """Token ids of sequences, and the position in each from which tokens count."""
+    """Token ids of sequences, and from which position in each tokens count."""
 
     sequences: Sequence[Sequence[int]]
     starts: Sequence[int]

@@ -1,9 +1,4 @@
-"""One vLLM that takes weights as a stream, started here or attached to (docs/vllm.md).
-
-with VllmEngine.start("path/to/model", lora_rank=16) as engine:
-    groups = engine.generate([Request(prompt_ids=[...], n=8, max_tokens=64, seed=7)])
-    engine.update_weights(WeightUpdate.local(learner, version=1))
-"""
+"""One vLLM that takes weights as a stream, started here or attached to (docs/vllm.md)."""
 
 from __future__ import annotations
 
@@ -223,8 +218,8 @@ class VllmEngine(EnginePool):
         request.
 
         Requests in flight keep their adapter; a full update waits for their end. ValueError before
-        anything is sent. NotArrived when vLLM does not draw from these weights. After a failed
-        update send no request; a full one leaves vLLM paused.
+        anything is sent. Raises NotArrived. After a failed update send no request; a full one
+        leaves vLLM paused.
         """
         if in_flight == "replay":
             raise ValueError("in_flight: a vLLM replays nothing")

@@ -224,7 +224,7 @@ class VllmServer(EngineServer):
     async def ask(
         self, method: str, path: str, what: str, deadline_s: float, body: Any = None
     ) -> str:
-        """Call a control route, whose answer is a line of text, or empty."""
+        """Call a control route, which answers in text."""
         call = HttpCall(method, path, what, body, deadline_s, text=True)
         return str(await self.http.answer(call))
 

@@ -205,8 +205,8 @@ def broadcast_in(path: Path) -> Broadcast | None:
 
 @contextmanager
 def reading(broadcast: Broadcast) -> Iterator[None]:
-    """Protect a broadcast's files from removal in the block, by a shared lock. Replaced, at its
-    beginning or end, when they are another attempt's."""
+    """Protect a broadcast's files from removal in the block, by a shared lock. Raises Replaced at
+    its beginning or end."""
     try:
         descriptor = os.open(broadcast.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:

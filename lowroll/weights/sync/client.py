@@ -46,7 +46,7 @@ class WeightClient:
 
     def fetch(self, broadcast: Broadcast, layout: BucketLayout) -> dict[str, Tensor]:
         """Fetch the tensors of a version, unverified. Replaced when after TRIES the trainer has
-        written files instead, LinkFailed when it is not reached."""
+        written files instead. Raises LinkFailed."""
         with self._lock:
             for _ in range(TRIES):
                 try:

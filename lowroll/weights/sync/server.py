@@ -329,7 +329,7 @@ class Connection:
         self.name = f"{host}:{port}"
 
     async def send(self, message: dict[str, Any]) -> None:
-        """Send a message. LinkFailed when the engine is gone or does not read."""
+        """Send a message. Raises LinkFailed."""
         try:
             async with asyncio.timeout(ANSWER_S):
                 self._writer.write(json.dumps(message).encode() + b"\n")
@@ -338,7 +338,7 @@ class Connection:
             raise LinkFailed(f"the other side of {self.name}: {error}") from None
 
     async def receive(self, deadline_s: float | None) -> dict[str, Any]:
-        """Return the next message. LinkFailed for none in time, and for an invalid one."""
+        """Return the next message. Raises LinkFailed."""
         try:
             async with asyncio.timeout(deadline_s):
                 line = await self._reader.readline()

@@ -4,8 +4,7 @@ all (docs/architecture.md).
     engine.update_weights(WeightUpdate.local(master, version=3, noise=noise))    in one process
     engine.update_weights(WeightUpdate.local(master, version=3).as_stream())     by another route
 
-Other engines gather the stream on their device, in the memory of a dense model or an adapter. The
-digest covers what travels; that in a BehaviorTag is of the quantized weights.
+The digest covers what travels; that in a BehaviorTag is of the quantized weights.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class WeightUpdate:
         )
 
     def as_stream(self) -> WeightUpdate:
-        """Return the same update with its digest and without the learner's model."""
+        """Return the same update as a stream, with its digest."""
         return replace(self, digest=self.content_digest(), master=None)
 
     def content_digest(self) -> str:
