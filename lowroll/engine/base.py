@@ -105,7 +105,7 @@ class Engine(Protocol):
 
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[tuple[int, Group]]:
         """Run one step, and return the ended requests, by handle. meanwhile: called at most once,
-        while this thread would wait."""
+        instead of a wait."""
         ...
 
     def so_far(self, handle: int) -> list[PartialSample]:
@@ -114,7 +114,7 @@ class Engine(Protocol):
         ...
 
     def abort(self, handle: int) -> bool:
-        """End a request with finish reason "abort". Return False if it had ended."""
+        """End a request with "abort". Return False if it had ended."""
         ...
 
     def generate(

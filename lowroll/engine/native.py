@@ -228,13 +228,12 @@ class NativeEngine:
         chat: bool = True,
         **sampling: Any,
     ) -> list[Group]:
-        """Return the groups of all requests, in their order. All requests are checked first.
+        """Return the groups of all requests, in their order, as `Engine.generate`. All requests are
+        checked first.
 
         A text becomes a user's message in the chat template, or with chat=False the beginning of a
         text; `sampling` are its fields of `Request`. Requests that `add` queued advance too.
-
-        on_progress(done, total) counts this call's requests after every step; an exception in it
-        ends the call. ValueError names the request and the field, or a missing tokenizer.
+        ValueError also for a missing tokenizer.
         """
         requests = self._as_requests(requests, chat, sampling)
         for i, request in enumerate(requests):

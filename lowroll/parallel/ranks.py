@@ -137,8 +137,8 @@ class RankGroup(Ranks):
 
     host: the leading rank's IPv4 address or name; its store listens there alone, and so do gloo and
     NCCL where the address is this machine's (unless GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are
-    set). Host tensors use gloo, CUDA tensors NCCL. deadline_s: for every wait. DeadlineExceeded and
-    RankLost name the missing ranks.
+    set). Host tensors use gloo, CUDA tensors NCCL. deadline_s: for every wait. Raises
+    DeadlineExceeded, RankLost.
     """
 
     def __init__(
@@ -264,8 +264,7 @@ class RankGroup(Ranks):
 
     def _failure(self, what: str, error: RuntimeError, waited_s: float) -> TransportError:
         """Return an error that names the missing ranks: those that have not noted within
-        ROLL_CALL_S that they failed at the same wait. DeadlineExceeded after a wait of about the
-        deadline, else RankLost."""
+        ROLL_CALL_S that they failed at the same wait."""
         first_line = str(error).strip().partition("\n")[0]
         self._store.set_timeout(timedelta(seconds=ROLL_CALL_S))
         try:

@@ -194,8 +194,8 @@ class Sharded(RankGroup):
     def _copy(
         self, mirror: Transformer | None, model: Transformer, modules: list[nn.Module]
     ) -> None:
-        """Gather the modules (blocks, and the model itself) in turn on all ranks, and copy their
-        parameters into the mirror on the rank that has one."""
+        """Gather the modules in turn on all ranks, and copy their parameters into the mirror on the
+        rank that has one."""
         self.forget()
         targets = {} if mirror is None else dict(mirror.named_parameters())
         for module in modules:

@@ -100,7 +100,7 @@ async def _take_version(
     app: web.Application, version: str, in_flight: InFlight, gap: bool = False
 ) -> tuple[WeightVersion, BehaviorTag]:
     """Have the engine take a version. Return it and the tag of the next request. gap: read from a
-    complete version on. ValueError as of `Engine.update_weights`."""
+    complete version on."""
     state, store = app[STATE], app[WEIGHTS]
     behavior = (await state.engine.health()).behavior
     weight_version, updates = await _read_version(app, version, behavior, gap)

@@ -517,7 +517,7 @@ def _check_names(kind: type[RequestBody], names: Iterable[str], where: str) -> N
 
 def _to_refused(error: ValidationError) -> Refused:
     """Return the refusal of the first invalid field. For a union, pydantic reports an error for
-    each type; the longest path is of the type that fits best."""
+    each type; the longest path is of the best type."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     first_field = errors[0]["loc"][0]
     reasons_by_path: dict[str, list[str]] = {}

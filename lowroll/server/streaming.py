@@ -37,7 +37,7 @@ compact_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow
 class Answer:
     """The answer to a generation request, whole or event by event.
 
-    prompts: token ids, with `n` samples of each. head: first fields of the answer and each event.
+    prompts: token ids, with `n` samples of each. head: first fields of each event.
     """
 
     packed = False  # ids and log-probs in one string

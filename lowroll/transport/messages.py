@@ -62,10 +62,10 @@ class PieceReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     piece     bytes of the frame of `step` from `offset` on, of `size` in all; they follow the line
     wait      the frame is not there yet; it is sent as soon as it is
     heard     acknowledges a request without `want`
-    ended     no frame follows; `text` says why
+    ended     no frame follows, for the reason in `text`
     gone      only later frames are there
     fenced    a later attempt of the trainer has taken over, or will
-    refused   the frame cannot be read; `text` says why
+    refused   the frame cannot be read, for the reason in `text`
     """
 
     kind: ReplyKind

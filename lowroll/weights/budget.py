@@ -257,8 +257,8 @@ class _Search:
         return self._fewest(max_steps, budget.max_kl)
 
     def _fewest(self, few: int, max_kl: float) -> int:
-        """Return the fewest steps that meet `max_kl`, to FINE_BITS, by a bisection that begins
-        where the scaled sum of layers' KLs predicts the answer. few: enough steps."""
+        """Return the fewest steps that meet `max_kl`, to FINE_BITS, by a bisection from where the
+        scaled sum of layers' KLs predicts the answer. few: enough steps."""
         summed_kl = [
             sum(choice.kl for choice in self._chosen(steps).values()) for steps in range(few + 1)
         ]

@@ -100,7 +100,7 @@ def fitted(
     w_NK: Tensor, loudness_K: Tensor, form: Gridded, stretches: Sequence[float]
 ) -> Tensor | float:
     """Return the stretch of each group [N, G] with the least squared error of nearest codes,
-    weighted by loudness; the first of equals. A single stretch is returned itself.
+    weighted by loudness; the first of equals.
 
     loudness_K: the sum over the tokens of x^2. stretches: relative to the range of a group.
     """

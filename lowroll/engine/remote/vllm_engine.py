@@ -132,9 +132,8 @@ class VllmEngine(EnginePool):
         log, python, site, devices, socket (its folder): as of `VllmProcess`. dtype: default the
         folder's. gpu_memory: share of each GPU. lora_rank: the policy is an adapter of at most this
         rank. way: of full updates; None takes none. arguments: more options of `vllm serve`. tell:
-        receives lines about the start. exchange: the folder of weights. Log, socket and exchange
-        are temporary by default. EngineLost, with the last error of its log, when it is not ready
-        within start_s.
+        receives lines about the start. exchange: the folder of weights. EngineLost, with the last
+        error of its log, when it is not ready within start_s.
         """
         from lowroll.engine.remote.vllm_folders import linear_names, served
 

@@ -43,8 +43,8 @@ UNLESS_SET = {  # for the CPU; but the last: it cannot return processed log-prob
 class VllmProcess:
     """A vLLM. arguments: of `vllm serve`, without an address. python: default LOWROLL_VLLM_PYTHON,
     or this one. site: the folder of an unpacked vLLM; default LOWROLL_VLLM_PATH. devices: its
-    CUDA_VISIBLE_DEVICES. log: appended to, and kept. folder: of its socket, removed with it;
-    default temporary. ValueError when it does not start."""
+    CUDA_VISIBLE_DEVICES. log: appended to. folder: of its socket, removed with it. ValueError when
+    it does not start."""
 
     def __init__(
         self,

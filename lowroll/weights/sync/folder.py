@@ -89,9 +89,9 @@ class FolderContent:
 class FolderPublisher:
     """A publisher of the learner's versions in `folder`, which requires the run's lock.
 
-    attempt: of the trainer. keep: how many versions stay (at least 1), with the bases of changes.
-    base: of an adapter, a folder or hub id. shadow: of an aligned learner, to publish changes.
-    server: for whole models. ValueError for a model of which nothing learns.
+    keep: how many versions stay (at least 1), with the bases of changes. base: of an adapter, a
+    folder or hub id. shadow: of an aligned learner, to publish changes. server: for whole models.
+    ValueError for a model of which nothing learns.
     """
 
     def __init__(

@@ -73,7 +73,7 @@ class _WantedVersion(NamedTuple):
 class WeightServer:
     """A server of the newest versions to engines.
 
-    way: nccl (gloo on a CPU) or cuda_ipc. host, port: the only interface; 0 for a free port. token:
+    way: nccl (gloo on a CPU) or cuda_ipc. host, port: the only interface. token:
     `base.transfer_token`. keep: how many versions stay, each a copy of the model. ValueError for an
     address that engines cannot reach, or others without a token.
     """
