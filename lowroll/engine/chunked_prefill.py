@@ -12,8 +12,8 @@ def plan_passes(
 ) -> list[list[PrefillChunk]]:
     """Plan up to `most` passes over these prompts, in order, and remove what was planned.
 
-    budget: tokens of a pass, which a single chunk may exceed. longest: of a chunk; None: whole
-    prompts. taken: tokens of drafts, which run in the first pass.
+    budget: tokens of a pass, which a single chunk may exceed. longest: of a chunk; None: no limit.
+    taken: tokens of drafts in the first pass.
     """
     passes: list[list[PrefillChunk]] = []
     while len(passes) < most and (taken or prompts):

@@ -1,7 +1,7 @@
 """Responses constrained by a grammar, which bans ids before each token.
 
-A grammar is a text for `llguidance` (extra `grammar`): Lark, or the JSON that its
-`grammar_from_...` functions make of a JSON schema, a regular expression or a choice.
+A grammar is Lark for `llguidance` (extra `grammar`), or the JSON that its `grammar_from_...`
+functions make.
 """
 
 from __future__ import annotations

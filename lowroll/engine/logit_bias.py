@@ -1,5 +1,5 @@
-"""The changes that the host makes to logits before each token: bias, presence and frequency
-penalties, and grammar. No torch, since the scheduler uses it too."""
+"""The changes that the host makes to logits before each token. No torch, since the scheduler uses
+it too."""
 
 from __future__ import annotations
 

@@ -625,8 +625,8 @@ class NativeEngine:
         return cache_tokens
 
     def _budget(self, free: int | None, beside: int) -> int | None:
-        """Return the bytes that memory_share leaves for the cache, if it is set. free: None if
-        unknown. beside: bytes of the policy's state."""
+        """Return the bytes that memory_share leaves for the cache. free: None if unknown. beside:
+        bytes of the policy's state."""
         device = self.model.device
         total_bytes = total_memory(device)
         if self._share is None or total_bytes is None:

@@ -1,8 +1,8 @@
 """Checks of a request, and its noise key.
 
 `noise_key` is the reproducibility contract: key = blake2b-64(seed, id, sample), where an empty id
-stands for the prompt. The token at position t is drawn from Philox(key, t). So the noise is the
-same in any batch, after a restart, and when a partial rollout (with its id set) is continued.
+stands for the prompt. The token at position t is drawn from Philox(key, t), in any batch, after a
+restart, and when a partial rollout (with its id set) is continued.
 """
 
 from __future__ import annotations

@@ -335,9 +335,9 @@ class Runner:
     def _forward(
         self, prefills: list[PrefillChunk], checks: list[Check], beside: list[Sequence]
     ) -> Tensor:
-        """Run the chunks, and the rows `beside` them. Return the hidden states of the rows
-        `beside`, of the last token of each chunk that ends its prompt, in the order of `prefills`,
-        and of all tokens of the checks."""
+        """Run the chunks, and the rows `beside` them. Return the hidden states of these rows, of
+        the last token of each chunk that ends its prompt, in the order of `prefills`, and of all
+        tokens of the checks."""
         chunks = [PromptChunk(c.start, c.stop, c.sequence.pages, c.sequence.slot) for c in prefills]
         pieces = [c.sequence.prompt_ids[c.start : c.stop] for c in prefills]
         for check in checks:

@@ -1,8 +1,7 @@
 """The sampling parameters of rows except their temperature, resident on the device.
 
 The repetition penalty and `min_tokens` depend on earlier tokens, which are marked by slot
-(`kernels.sampling.penalties`): prompts when a sample first decodes, drawn tokens by the step, and
-tokens drawn elsewhere before the next step.
+(`kernels.sampling.penalties`).
 
 Legend: B rows, S slots, V vocabulary.
 """

@@ -364,8 +364,6 @@ class Scheduler:
             self._running[sequence] = None
 
     def _admit_leader(self, group: LiveGroup) -> bool:
-        """Allocate the pages of prompt and compaction, and reserve the leader's own, or return
-        False."""
         prompt_ids, page_size = group.request.prompt_ids, self.pool.page_size
         page_needs = group.footprint
         # the last tokens always run, for their logits and the policy's state
@@ -413,8 +411,8 @@ class Scheduler:
         self, rows: list[Sequence]
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Give admitted samples their page tables. Return the copies (source, target) of slots and
-        of pages. A prompt's state is also copied for samples admitted later, since the leader's
-        slot changes."""
+        of pages. Samples admitted later need a copy of the prompt's state, since the leader's slot
+        changes."""
         slot_copies: list[tuple[int, int]] = []
         page_copies: list[tuple[int, int]] = []
         for sequence in rows:
@@ -471,8 +469,8 @@ class Scheduler:
     # -- compaction --------------------------------------------------------------------------------
 
     def _compact_all(self) -> list[Compaction]:
-        """Compact finished prompts and full samples. Pages are freed after all targets have been
-        allocated, so no target is another one's source."""
+        """Compact finished prompts and full samples. Pages are freed after all allocations, so no
+        target is another one's source."""
         if self.kv.budget is None:
             return []
         compactions: list[Compaction] = []
@@ -488,7 +486,7 @@ class Scheduler:
 
     def _compact_prompt(self, group: LiveGroup, unused_pages: list[int]) -> Compaction:
         """Compact a prompt before any sample has forked. unused_pages: receives its pages twice,
-        for the group and for its leader."""
+        for group and leader."""
         length = len(group.request.prompt_ids)
         compaction = Compaction(
             group.state_slot,

@@ -1,9 +1,5 @@
 """Learner ranks: processes that train one model together (docs/architecture.md).
 
-    Ranks                      one process alone
-    RankGroup                  n processes, each with the whole model (plain data parallel)
-    parallel.sharding.Sharded  n processes, each with a part of it (FSDP2)
-
 Values are sent as tensors, never as pickles. A rank notes its position in the store before each
 wait, so that an error names the missing ones.
 """
@@ -133,7 +129,8 @@ ALONE = Ranks()
 
 
 class RankGroup(Ranks):
-    """This process among `size`, which meet at tcp://host:port.
+    """This process among `size` with the whole model (plain data parallel), which meet at
+    tcp://host:port.
 
     host: the leading rank's IPv4 address or name; its store listens there alone, and so do gloo and
     NCCL where the address is this machine's (unless GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are
@@ -184,7 +181,7 @@ class RankGroup(Ranks):
         return [*sorted(own_passes)]
 
     def _deal_rounds(self, passes: Sequence[int]) -> list[int | None]:
-        """Return this rank's pass of each round of `size` passes; None where the last round has too
+        """Return this rank's pass of each round of `size` passes, None where the last round has too
         few. Every other round is dealt from the last rank on: none always gets the costliest."""
         own_passes: list[int | None] = []
         for start in range(0, len(passes), self.size):

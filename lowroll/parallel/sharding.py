@@ -66,8 +66,8 @@ class Sharded(RankGroup):
         return set()
 
     def shard(self, model: Transformer) -> Transformer:
-        """Replace the model's parameters by this rank's shards, and return it. ValueError for
-        low-bit weights, before anything changes."""
+        """Replace the model's parameters by this rank's shards. ValueError for low-bit weights,
+        before anything changes."""
         _check_not_low_bit(model)
         dtype = model.dtype
         self._unwrap_dense(model)
@@ -163,8 +163,8 @@ class Sharded(RankGroup):
         return [result.view_as(part) for result, part in zip(results, parts, strict=True)]
 
     def mirror(self, model: Transformer, device: torch.device | str = "cpu") -> Transformer | None:
-        """Return the whole model, frozen, on the leading rank; None on the others. Adapters and
-        aligned codes, which are whole already, are shared."""
+        """Return the whole model, frozen; None on other ranks. Adapters and aligned codes are
+        shared."""
         whole_model = None
         if self.leads:
             dtype = self.dtype(next(model.parameters()))
@@ -194,8 +194,7 @@ class Sharded(RankGroup):
     def _copy(
         self, mirror: Transformer | None, model: Transformer, modules: list[nn.Module]
     ) -> None:
-        """Gather the modules in turn on all ranks, and copy their parameters into the mirror on the
-        rank that has one."""
+        """Gather the modules in turn on all ranks, and copy their parameters into the mirror."""
         self.forget()
         targets = {} if mirror is None else dict(mirror.named_parameters())
         for module in modules:

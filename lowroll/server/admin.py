@@ -99,8 +99,8 @@ async def _update(app: web.Application, version: str, in_flight: InFlight) -> di
 async def _take_version(
     app: web.Application, version: str, in_flight: InFlight, gap: bool = False
 ) -> tuple[WeightVersion, BehaviorTag]:
-    """Have the engine take a version. Return it and the tag of the next request. gap: read from a
-    complete version on."""
+    """Have the engine take a version. Return it and the next tag. gap: read from a complete version
+    on."""
     state, store = app[STATE], app[WEIGHTS]
     behavior = (await state.engine.health()).behavior
     weight_version, updates = await _read_version(app, version, behavior, gap)

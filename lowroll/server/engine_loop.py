@@ -415,8 +415,8 @@ class EngineLoop:
             self._give_up()
 
     def _run_jobs(self) -> None:
-        """Admit held requests, and run the posted jobs: for at most `JOBS_S`, and without waiting,
-        if there is a step to do."""
+        """Run the posted jobs: for at most `JOBS_S`, and without waiting, if there is a
+        step to do."""
         self.watchdog.start("waiting for requests")
         while self.held and not self._holds_back():
             self._admit(self.held.popleft())

@@ -1,10 +1,8 @@
-"""The state of the server, its limits, and the middleware before each route.
+"""The state of the server, its limits, and the middleware before each route (docs/server.md).
 
 401  no token, or a wrong one
 403  a host name or browser page that is not of this machine (DNS rebinding)
 404  no such route; only with a valid token
-408  the body came too slowly
-413, 415, 431  too large, not plain JSON, too many headers
 500  the log has the reason, under the X-Request-Id of the response
 503  too many open requests, or the engine does not answer
 """

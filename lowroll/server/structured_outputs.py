@@ -212,14 +212,6 @@ _WRITERS: dict[str, Callable[[Any], str]] = {
 
 
 def _call_grammar(state: ServerState, offered: OfferedTools) -> str:
-    """Return the grammar of calls of the required tools. For two tools:
-
-    start: FIRST call (BETWEEN call){0,31} LAST
-    call: OPEN named CLOSE
-    named: named0 | named1
-    named0: the beginning of a call's JSON, with the tool's name, arguments0 "}"
-    arguments0: %json SCHEMA
-    """
     syntax = _CALL_SYNTAX.get(offered.format)
     if syntax is None:
         raise ValueError(f"grammar: calls written as {offered.format} are the model's; use auto")

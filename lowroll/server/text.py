@@ -1,7 +1,6 @@
 """Text from token ids, whole or streamed.
 
-Unfinished characters, and the possible beginning of a stop string, are held back, so that a stream
-equals the response.
+Unfinished characters and the possible beginning of a stop string are held back.
 """
 
 from __future__ import annotations

@@ -132,8 +132,8 @@ class WeightStore:
     def _chain(self, version: WeightVersion, gap: bool) -> list[WeightVersion]:
         """Return the versions to take, the oldest first.
 
-        A broadcast of changes needs the version `since` before it, and so on, back to the one that
-        the engine holds or, with `gap`, to a complete one.
+        A broadcast of changes needs the version `since` before it, back to the one that the engine
+        holds or, with `gap`, to a complete one.
         """
         held_broadcast = None if gap else self.held
         versions = [version]

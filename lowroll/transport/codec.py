@@ -12,7 +12,7 @@ sample. msgspec checks the lines against the dataclasses' type hints.
    the line and the field.
 
 The decoder also accepts a repeated field, an integer above 2^53 in a float field, and bits behind
-the last byte of base64. Checksums detect damage (`rollout_log`, `frame`).
+the last byte of base64.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def _check_type(value: Any, kind: type, where: str) -> None:
 
 def _encode_numbers(values: Any, hint: Any) -> msgspec.Raw | None:
     """Return lists of numbers as JSON, checked together, because a batch has millions of them. None
-    where one is of another type or not finite (null in JSON)."""
+    for another type, or a number that is not finite."""
     try:
         converted = msgspec.convert(values, hint)
         data = msgspec.json.encode(converted)

@@ -1,11 +1,4 @@
-"""The messages of a rollout channel other than the frames: one sealed line each.
-
-trainer        CursorReport    a file: what it has received and committed
-trainer        PieceRequest    zmq: the same, and the piece of a frame that it requests
-orchestrator   PieceReply      zmq: the piece, or why there is none
-orchestrator   SenderAddress   a file: where it listens
-orchestrator   EndOfBatches    a file: why no batch follows
-"""
+"""The messages of a rollout channel other than the frames: one sealed line each."""
 
 from __future__ import annotations
 
@@ -40,7 +33,7 @@ class _Report(SealedMessage, frozen=True, kw_only=True):
 
 
 class CursorReport(_Report, frozen=True, kw_only=True):
-    """A trainer's cursor."""
+    """A trainer's cursor, as a file."""
 
     format: Literal[1] = 1
 
@@ -81,7 +74,7 @@ class PieceReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class SenderAddress(SealedMessage, frozen=True, kw_only=True):
-    """An orchestrator's address, such as tcp://127.0.0.1:41233."""
+    """An orchestrator's address, such as tcp://127.0.0.1:41233, as a file."""
 
     attempt: int
     address: str
@@ -89,7 +82,7 @@ class SenderAddress(SealedMessage, frozen=True, kw_only=True):
 
 
 class EndOfBatches(SealedMessage, frozen=True, kw_only=True):
-    """The end of a run's batches, and its reason."""
+    """The end of a run's batches, and its reason, as a file."""
 
     reason: str
 

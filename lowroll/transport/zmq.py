@@ -254,7 +254,7 @@ class SpoolServer:
                     log.warning("a message that no trainer sends is refused: %s", printable(error))
 
     def _answer(self, peer: bytes, request: PieceRequest, again: bool) -> None:
-        """Answer a request, or let it wait. again: it has waited, and was told so."""
+        """Answer a request, or let it wait. again: it has waited."""
         self._waiting.pop(peer, None)
         if self.cursor is not None and request.attempt < self.cursor.attempt:
             text = takeover(self.cursor.attempt, request.attempt)

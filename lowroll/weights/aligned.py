@@ -1,14 +1,10 @@
 """The aligned forward (QaRL; docs/algorithms.md): the learner multiplies with the engine's tensors.
 
-    align      once: every linear weight W gets its Q(W), with which the forward multiplies
-    transpose  once: every linear weight gets fp8 codes of W', for the products of input gradients
-    refresh    after every optimiser update, and after a restore: all codes are remade in place
-
-Between two updates all micro-batches, the old log-probs and the publication use the same Q(W), so
-the `digest` of learner and engine are equal. Over a quantized base (LoRA) Q(W) is the base itself.
-Embeddings, norms and lm_head stay dense. In the model's own floating-point format the aligned
-forward is the plain one, up to the order of sums in packed products (`quant.dense`). The codes of
-W' take a byte a weight.
+Call `align`, and perhaps `transpose`, once, and `refresh` after every optimiser update and every
+restore. Between two updates all micro-batches, the old log-probs and the publication use the same
+codes, so the `digest` of learner and engine are equal. Over a quantized base (LoRA) the codes are
+the base itself. Embeddings, norms and lm_head stay dense. In the model's own floating-point format
+the aligned forward is the plain one, up to the order of sums in packed products (`quant.dense`).
 """
 
 from __future__ import annotations
@@ -57,8 +53,8 @@ def realign(model: Transformer, format: str) -> Transformer:
 
 @torch.no_grad()
 def transpose(model: Transformer) -> Transformer:
-    """Multiply every linear layer's input gradients in fp8. ValueError for experts, before any
-    change."""
+    """Multiply every linear layer's input gradients in fp8, with codes of a byte a weight.
+    ValueError for experts, before any change."""
     for name, linear in model.linears():
         if isinstance(linear, StackedLinear):
             raise ValueError(f"{name}: the products of experts have no gradient in fp8")

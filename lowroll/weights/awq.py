@@ -117,7 +117,6 @@ def _calibrate_block(
 
 
 def _calibrate_mapping(mapping: Mapping, format: Format, chunks: list[Chunk]) -> float | None:
-    """Fold the best factors into a mapping's weights; return their ratio, None for s = 1."""
     weight = mapping.reader.weight
     assert isinstance(weight, nn.Parameter)
     abs_sums = torch.stack([mapping.inputs(c).abs().sum(0, dtype=torch.float32) for c in chunks])

@@ -93,8 +93,7 @@ class _Choice:
 
 
 class _Step(NamedTuple):
-    """A step from choice `number` of a layer's hull to the next. slope: KL change a byte, the order
-    of steps."""
+    """A step from choice `number` of a layer's hull to the next. slope: KL change a byte."""
 
     slope: float
     layer: str

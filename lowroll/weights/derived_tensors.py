@@ -1,6 +1,6 @@
 """Tensors derived from a learner's weights: an adapter's copies for products, and the codes of an
 aligned layer. Call `renew` after changing weights: addresses and autograd's version counters do not
-show what kernels and gathers of shards write in place."""
+show writes in place by kernels and gathers of shards."""
 
 from __future__ import annotations
 

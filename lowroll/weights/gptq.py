@@ -163,8 +163,8 @@ def _round_block(
     chunks: list[Chunk],
     round_linear: Callable[[Linear, Iterable[Tensor]], None],
 ) -> Tensor:
-    """Round a block's linears in the order of its forward pass. x_TD: the rounded model's residual
-    stream before the block; return that after it."""
+    """Round a block's linears in order. x_TD: the rounded model's residual stream before the block;
+    return that after it."""
     input_norm, mlp_norm = block.pre_norms
 
     def attention(c: Chunk) -> Stream:

@@ -200,8 +200,8 @@ def first_difference(
     master: Transformer, rollout: Transformer, block: int, noisy: bool = False
 ) -> str | None:
     """Return the first tensor of one block, or outside all blocks, that differs from what `publish`
-    makes of the master. COMPARED_ROWS of dense tensors are compared, a frozen low-bit base and
-    `noisy` norms are not."""
+    makes of the master. A frozen low-bit base, `noisy` norms and dense rows after COMPARED_ROWS are
+    not compared."""
     prefix = f"blocks.{block}."
     noisy_names = {f"{name}.weight" for name, _ in noisy_norms(rollout)} if noisy else set()
     master_parameters = dict(master.named_parameters())

@@ -288,8 +288,8 @@ class TokenScore(NamedTuple):
 
 
 def prompt_logprobs(answer: Any, ids: list[int], what: str) -> list[dict[int, TokenScore]]:
-    """Parse `prompt_logprobs`: for each of ids[1:] the scores of tokens at its position, itself
-    among them, by id. ServerError for an invalid answer."""
+    """Parse `prompt_logprobs`: for each of ids[1:] the scores of tokens at its position, by id.
+    ServerError."""
     try:
         positions = answer["choices"][0]["prompt_logprobs"]
         scores_by_position = [_parse_scores(entries) for entries in positions[1:]]

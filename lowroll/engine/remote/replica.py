@@ -416,7 +416,7 @@ class Replica:
         )
 
     async def _heartbeat(self, heartbeat_s: float) -> tuple[str, ServerProgress]:
-        """Return its status and, while it has requests of ours, its counters. EngineLost when it is
+        """Return its status and, while it has requests, its counters. EngineLost when it is
         unreachable twice."""
         server = self.met_server
         try:

@@ -243,7 +243,7 @@ class RequestRouter:
 
     async def _believe(self, flight: InFlightRequest, group: Group) -> None:
         """Raise ServerError when a group was drawn from another version than its engine was sent.
-        While engines agree on a version, wait for the outcome."""
+        Wait while engines agree on one."""
         problem = self.versions.problem(group, flight.sent)
         if problem is not None and not self.versions.settled.is_set():
             await happens_within(self.versions.settled, self.options.update_s)

@@ -35,7 +35,7 @@ class PolicyVersions:
 
     def begin(self, broadcast: Broadcast) -> bool:
         """Begin a broadcast, which ends the agreement on versions that are not older. Return
-        whether there was one: then what is in flight must be drawn again."""
+        whether there was one, so that what is in flight must be drawn again."""
         is_replacement = self.held is not None and broadcast.version <= self.held.version
         self._agreed = {
             version: digests
@@ -55,7 +55,7 @@ class PolicyVersions:
 
     def problem(self, group: Group, sent: int) -> str | None:
         """Return what is wrong with the versions that drew a group: one goes back, or was not
-        agreed on. sent: acknowledged by its engine before."""
+        agreed on. sent: acknowledged by its engine."""
         for i, rollout in enumerate(group.rollouts):
             last_version = sent
             for span in rollout.behavior.policy:

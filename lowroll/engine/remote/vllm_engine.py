@@ -41,8 +41,8 @@ ADAPTERS_TOGETHER = 2  # an older version's requests may still run
 class VllmEngine(EnginePool):
     """A pool of one vLLM, made by `start` or `attach`.
 
-    verify: log-probs of ids[1:] under the learner; default those of the update's own model, if it
-    is in this process. bound: the engine's largest distance from them, in nats.
+    verify: log-probs of ids[1:] under the learner; default those of an update from this process.
+    bound: the engine's largest distance from them, in nats.
     """
 
     def __init__(
@@ -175,8 +175,8 @@ class VllmEngine(EnginePool):
         """Attach to a running vLLM, at a URL or a Unix socket (`unix:/path`), which outlives this
         engine.
 
-        folder: of its model, readable here; default what it states. options: as of `start`;
-        exchange has the same path on its machine. ValueError names what it lacks (docs/vllm.md).
+        folder: of its model, readable here; default what it states. exchange has the same path on
+        its machine. Others as of `start`. ValueError names what it lacks (docs/vllm.md).
         """
         return cls(url, folder, **options)
 

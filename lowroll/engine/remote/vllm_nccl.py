@@ -115,7 +115,7 @@ class NcclTransfer:
 
     def _beside(self, answer: Future[Any], work: Callable[[], None], what: str) -> None:
         """Do `work` in a thread while the server does its part. When one fails or takes too long,
-        the other would wait in NCCL forever: abort the communicator. ServerError, the server's own
+        abort the communicator, in which the other would wait forever. ServerError, the server's own
         first."""
         errors: list[BaseException] = []
 

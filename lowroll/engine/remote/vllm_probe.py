@@ -1,5 +1,5 @@
 """A probe of the vLLM (0.20 or newer) at an address. Its features are read from /openapi.json and
-its answers, not from its version."""
+its answers."""
 
 from __future__ import annotations
 

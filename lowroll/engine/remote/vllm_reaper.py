@@ -3,8 +3,8 @@
     python vllm_reaper.py ARGUMENTS OF vllm serve
 
 When standard input, a pipe of lowroll's, closes, vLLM is terminated, and after `GRACE` seconds
-killed. When its first process ends, so do the others. Standard library only: vLLM's environment
-does not have lowroll.
+killed. When its first process ends, so do the others. vLLM's environment has no lowroll: standard
+library only.
 """
 
 import os

@@ -103,7 +103,6 @@ class VllmServer(EngineServer):
         return cls(http, probed, served, None, probed.lora)
 
     def check_fields(self, request: Request) -> None:
-        """Raise ValueError that names a field that vLLM would not treat as lowroll does."""
         if request.stop_strings:
             raise ValueError("stop_strings: vLLM runs without a tokenizer here; use stop_ids")
         if request.grammar is not None:

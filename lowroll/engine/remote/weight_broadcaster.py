@@ -1,5 +1,5 @@
 """Broadcast of a weight version to all replicas in parallel. A replica that is much slower than the
-others finishes in the background, and receives no new requests until it has."""
+others finishes in the background."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class WeightBroadcaster:
 
     async def update(self, broadcast: Broadcast, superseded: Callable[[], bool]) -> bool:
         """Have engines draw from a broadcast, as `EnginePool.update`. Return whether it replaces a
-        version that is newer or has the same name."""
+        version that is not older."""
         versions = self.versions
         if broadcast == versions.newest and versions.settled.is_set():
             return False

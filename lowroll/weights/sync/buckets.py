@@ -1,5 +1,5 @@
 """Tensors as buckets of bytes, and their transport between devices: by NCCL, by gloo on CPUs, or
-through CUDA IPC on one machine. Buckets are a copy, so the learner continues meanwhile."""
+through CUDA IPC. Buckets are a copy, so the learner continues meanwhile."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class BucketGroup:
     """Processes that receive buckets from a trainer, rank 0.
 
     number: of the group in the store. host: this process's address, for gloo. deadline_s: of a
-    broadcast; joining has at most JOIN_S.
+    broadcast.
     """
 
     def __init__(

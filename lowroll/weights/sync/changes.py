@@ -187,8 +187,8 @@ def _norms(
 
 
 class _Write(NamedTuple):
-    """The changed entries of a tensor: its storage as a row of integers, positions, and the new
-    integers there."""
+    """The changed entries of a tensor: its storage as a row of integers, positions, and new
+    integers."""
 
     bits: Tensor
     at: Tensor

@@ -185,7 +185,7 @@ class UpdateReceiver:
 def gather(
     update: WeightUpdate, spec: ModelSpec, dtype: torch.dtype, device: Device
 ) -> Transformer:
-    """Return a dense model of a full stream on a device; a matrix keeps the dtype of the stream.
+    """Return a dense model of a full stream on a device; matrices keep the stream's dtype.
     ValueError as by `UpdateReceiver.take`."""
     staging = Transformer(spec, "meta", dtype)
     parts_of = {parameter: parts for parameter, parts, _ in hf_names(spec)}
