@@ -12,7 +12,7 @@ Padding rows are dead and write nothing, as is a row that reaches its end or fil
 that draws a stop id runs to the last step, and the scheduler drops its later tokens.
 
 Batches of LARGE_BATCH_FROM rows run on `large_batch_model` if there is one: 4-bit weights are the
-fewest bytes to read for few rows, 8-bit ones the cheaper product for many (docs/benchmarks.md).
+fewest bytes, 8-bit ones the cheaper product (docs/benchmarks.md).
 
 Every tensor that a graph reads is allocated once, and new weights are written in place. Graphs
 exist with and without filters, penalties and bans (`engine.sampling_state`), with the same bits. If

@@ -73,28 +73,29 @@ class NativeEngine:
             model               folder, hub id, or a loaded Transformer, which the engine copies, or
                                 shares where it has the format
             weights             of `lowroll.formats()`; default the model's low-bit format, or int8
-            large_batch_weights     second format, for prompts and large batches (`engine.decoder`)
+            large_batch_weights     second format, for prompts and large batches
+                                (`engine.decoder`)
             dtype               of activations, norms and KV cache; default that of a dense format,
                                 float32 on CPU, bfloat16 on CUDA
             keep_dense          keep dequantized copies of 4-bit weights (2 bytes a weight in
-                                bfloat16): faster for prompts and large batches on CUDA
+                                bfloat16): faster for large batches on CUDA
             noisy               `update_weights` may put noise on the norms
             exact               same bits in any batch; None: as a loaded model
         The KV cache
             kv                  policy (`kv.policy`); None is dense
             kv_dtype            "fp8" for 8 bits (`kv.fp8`); None for `dtype`
-            cache_tokens        size; default what concurrent `workloads` can use, at most a quarter of
-                                the free memory (`kv.capacity`)
+            cache_tokens        size; default what concurrent `workloads` can use, at most a
+                                quarter of the free memory (`kv.capacity`)
             memory_share        of the device, for weights and a cache of default size
-            max_model_len       most tokens of prompt and response; default the model's
+            max_model_len       most tokens of prompt and response
             prefix_caching      prompts share the pages of equal beginnings
-            turn_caching        later turns also reuse the pages of drawn tokens, whose last bits differ
-                                from a prompt's; dense cache, unrounded, one format
+            turn_caching        later turns also reuse the pages of drawn tokens, whose last bits
+                                differ from a prompt's; dense cache, unrounded, one format
             record_evictions    rollouts name the dropped keys (`types.Evictions`)
         Scheduling
             max_batch           samples decoded at once
             max_prefill_tokens  prompt tokens of a pass
-            prefill_chunk       longest chunk of a prompt; None for whole prompts
+            prefill_chunk       longest chunk of a prompt; None: no limit
             lookahead           decode steps between two reads of tokens and admissions, if requests
                                 arrive one by one; None if they arrive together: on CUDA 16, and as
                                 many passes over prompts

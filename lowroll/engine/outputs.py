@@ -66,9 +66,9 @@ def behavior_salt(behavior: BehaviorTag) -> bytes:
 
 
 def give_up(pool: PagePool, sequence: Sequence, salt: bytes) -> None:
-    """Free the pages of a sample that ends. With turn caching, full pages are offered to later
-    turns, unless another sample may still write the page at the prompt's end, or a key is of other
-    weights than `salt`."""
+    """Free the pages of a sample that ends. With turn caching, offer full pages to later turns,
+    unless another sample may still write the prompt's last page, or a key is of other weights than
+    `salt`."""
     group = sequence.group
     is_prompt_final = not group.num_unforked
     is_of_these_weights = group.page_keys is not None and group.salt == salt

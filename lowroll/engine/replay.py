@@ -75,7 +75,7 @@ def plan_checks(
     samples: Iterable[Sequence], budget: int, chunk: int | None
 ) -> tuple[list[Check], int]:
     """Return the pieces of drafts that run in a step, and their tokens: at most `budget`, which the
-    first piece alone may exceed. chunk: the longest piece; None: no limit."""
+    first piece may exceed. chunk: the longest piece; None: no limit."""
     checks: list[Check] = []
     num_tokens = 0
     for sequence in samples:

@@ -38,8 +38,8 @@ class RankLost(TransportError):
 
 
 def rows_of(rank: int, size: int, height: int) -> slice:
-    """Return a rank's rows of a matrix (entries of a vector): equal shares from the first rank on,
-    so that the last ones may have fewer, or none."""
+    """Return a rank's rows of a matrix (entries of a vector): equal shares from the first rank on;
+    the last ones may have fewer, or none."""
     rows_per_rank = -(-height // size)
     return slice(min(rank * rows_per_rank, height), min((rank + 1) * rows_per_rank, height))
 
@@ -63,7 +63,7 @@ class Ranks:
 
     def gather(self, values: Sequence[PerToken], sizes: dict[int, int]) -> list[PerToken]:
         """Return the values of all ranks: for each kind, those of all samples of `sizes` (sample ->
-        tokens), each of which was in one rank's passes."""
+        tokens), each from one rank."""
         return list(values)
 
     def add(self, gradients: Sequence[Tensor]) -> None:
@@ -109,7 +109,7 @@ class Ranks:
         self, work: Callable[[int, Tensor], Tensor], parts: Sequence[Tensor], heights: Sequence[int]
     ) -> list[Tensor]:
         """Call work(i, whole) on sharded matrices [heights[i], K], at most one a rank, and return
-        this rank's shards of the results, which have the same shapes."""
+        this rank's shards of the results, of the same shapes."""
         return [work(i, whole) for i, whole in enumerate(parts)]
 
     def tell(self, data: bytes | None = None, wait_s: float | None = None) -> bytes:

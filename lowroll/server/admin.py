@@ -62,12 +62,9 @@ async def weights(request: web.Request) -> web.Response:
 
 
 async def update_weights(request: web.Request) -> web.Response:
-    """`POST /weights {"version": "step_7"}`: draw from these weights from the next step on.
-
-    Refused before any change: with 404 an unknown version; with 409 one that does not fit or while
-    another one is taken, and a replay by an engine without it or of a stream, whose tokens cannot
-    be taken back.
-    """
+    """`POST /weights {"version": "step_7"}`: draw from these weights from the next step on. Refused
+    before any change (docs/server.md), as is a replay of a stream, whose tokens cannot be taken
+    back."""
     body = await read_body(request, WeightsRequest)
     version, in_flight = body.version, body.in_flight
     if in_flight == "replay" and not request.app[STATE].capabilities.replays:

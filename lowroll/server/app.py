@@ -107,8 +107,8 @@ def make_app(
     """Return the application. It has control routes if the admin has a token, and `/weights` if
     there is also a weight store.
 
-    loopback: clients must call the server by a name of this machine; without it and a token,
-    ValueError.
+    loopback: clients must call the server by a name of this machine. ValueError without it and a
+    token.
     """
     if not loopback and not credentials.token:
         raise ValueError("token: an address that others can reach needs one")

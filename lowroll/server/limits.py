@@ -81,9 +81,8 @@ class ServerLimits:
 
 @dataclass
 class ServerState:
-    """The state for all handlers (`request.app[STATE]`). vocabulary: None lets only token ids in and
-    out.
-    """
+    """The state for all handlers (`request.app[STATE]`). vocabulary: None lets only token ids in
+    and out."""
 
     engine: EngineThread
     chat: ChatTokenizer | None

@@ -103,7 +103,7 @@ class Metrics:
 
     def moved(self, streams: Sequence[tuple[RequestTimes, int]]) -> None:
         """Record the times of streams, each with the most tokens of a sample. One step moved all of
-        them, so the gap between tokens is measured once."""
+        them, so the gap is measured once."""
         now = time.monotonic()
         is_gap_recorded = False
         for times, tokens in streams:

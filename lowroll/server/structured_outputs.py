@@ -52,7 +52,7 @@ _CALL_SYNTAX = {
 @dataclass(frozen=True)
 class OfferedTools:
     """The tools that a model may call, and the format of its calls (`lowroll.tool_calls`). several:
-    more than one call in a turn. required: tools of which it must call one, without other text."""
+    more than one call in a turn. required: it must call one of these, without other text."""
 
     tools: Sequence[Tool]
     format: str

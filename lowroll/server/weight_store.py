@@ -114,8 +114,7 @@ class WeightStore:
         gap: bool = False,
     ) -> VersionUpdates:
         """Return the updates to a version, in memory, in order. newest: the number of the engine's
-        policy. able, weights: the engine's capabilities and format. Refuse with 404 an unknown
-        version, with 409 a damaged or unfit one."""
+        policy. Refuse with 404 an unknown version, with 409 a damaged or unfit one."""
         updates = []
         try:
             for link in self._chain(version, gap):

@@ -1,6 +1,5 @@
 """Authentication and encryption of the rollout socket with ZeroMQ's CURVE (docs/security.md): RFC
-26 (CurveZMQ) and RFC 27 (ZAP) of rfc.zeromq.org. Both ends derive both key pairs from the run's
-token."""
+26 (CurveZMQ) and RFC 27 (ZAP) of rfc.zeromq.org."""
 
 from __future__ import annotations
 

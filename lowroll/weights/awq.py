@@ -45,7 +45,7 @@ RATIOS = tuple(i / 20 for i in range(20))
 @dataclass(frozen=True)
 class Calibrated:
     """The mean squared errors of a block's quantized output before and after, and the ratio of each
-    mapping (None: s = 1). kept: False when the block was restored."""
+    mapping (None: s = 1). kept: False for a restored block."""
 
     plain_error: float
     error: float

@@ -36,7 +36,7 @@ from lowroll.quant.table import OWN
 from lowroll.weights.aligned import quantized
 from lowroll.weights.blockwise import check_dense, input_of, multiplying
 
-# tokens in all, and of each sequence, on which single layers are measured
+# tokens in all, and of each sequence, for single layers
 SINGLE_TOKENS, PIECE_TOKENS = 192, 48
 FINE_BITS = 0.02  # bits a weight
 HEAD_TOKENS = 256

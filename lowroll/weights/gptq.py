@@ -47,7 +47,7 @@ PANEL = 128  # columns whose errors reach the later ones in one product
 @dataclass(frozen=True)
 class Rounded:
     """A rounded linear weight, and the relative squared errors of its product on the calibration
-    text: rounded to nearest, and as kept."""
+    text: to nearest, and as kept."""
 
     name: str
     format: str

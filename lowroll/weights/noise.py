@@ -13,7 +13,8 @@ sigma falls in stages, sigma_0 = sigma_start to sigma_{n-1} = sigma_end, with p 
     exponential  sigma_start (sigma_end / sigma_start)^p       (QeRL, Eq. 8)
     linear       sigma_start + (sigma_end - sigma_start) p
     cosine       sigma_end + (sigma_start - sigma_end) (1 + cos(pi p)) / 2
-    logarithmic  sigma_start + (sigma_end - sigma_start) ln(1 + i) / ln(n)    (our reading of a name)
+    logarithmic  sigma_start + (sigma_end - sigma_start) ln(1 + i) / ln(n)
+                 (our reading of a name)
 
 and the run is cut into K equal intervals, the first without noise. Variant `code` (QeRL's program,
 and Surogate's): num_stages intervals with n = num_stages - 1; `paper` (Eq. 8): n = num_stages
@@ -55,7 +56,7 @@ class Noise:
         return torch.randn(size, generator=generator) * self.sigma
 
 
-# share of the way from sigma_start to sigma_end at stage i of n, for the additive shapes
+# share of the way to sigma_end at stage i of n, for the additive shapes
 _SHARES: dict[str, Callable[[int, int], float]] = {
     "linear": lambda i, n: i / (n - 1),
     "cosine": lambda i, n: (1 - math.cos(math.pi * i / (n - 1))) / 2,

@@ -16,7 +16,7 @@ from typing import Any
 
 Clock = Callable[[], float]
 LOOK = 0.25  # seconds between two calls of `alive`
-MARGIN = 10.0  # seconds beyond a deadline that a waiting thread grants the loop
+MARGIN = 10.0  # seconds beyond a deadline that a thread grants the loop
 
 
 class LoopStalled(Exception):

@@ -2,8 +2,6 @@
 
     engine = connect("http://127.0.0.1:8000")          # a pool of one
     pool = EnginePool(["http://a:8000", "http://b:8000/v1"], PoolOptions(admin_token=...))
-    pool.update(broadcast)                             # all draw from it, or are evicted
-    groups = pool.generate(requests)
 
 The pool (docs/architecture.md) runs on one event loop in a thread of its own. One thread calls it
 at a time.
@@ -283,7 +281,7 @@ class EnginePool:
         not newer than the last one, what is in flight is drawn again.
 
         superseded: returns whether a newer version exists. Raises `versions.Superseded`;
-        ServerError when no engine takes the version, or their weights differ.
+        ServerError when no engine takes it, or their weights differ.
         """
         options = self.options
         deadline_s = options.update_s + options.silent_s + options.start_s

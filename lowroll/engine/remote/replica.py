@@ -70,7 +70,7 @@ class PoolOptions:
     in_flight: InFlight = "keep"  # "replay" needs lowroll's own engines
     # read tokens as they are drawn, for `so_far` and aborted requests
     stream: bool = False
-    # the first error aborts all, without retries, heartbeats and checks of versions
+    # the first error aborts all, without retries and heartbeats
     fail_fast: bool = False
     connect: Connect | None = None
     lost: Callable[[], str | None] | None = None

@@ -21,7 +21,7 @@ from lowroll.weights.sync.base import Broadcast
 
 log = logging.getLogger(__name__)
 
-TOGETHER_S = 5.0  # for the others, after the first engine has answered at the start
+TOGETHER_S = 5.0  # for the other engines, at the start
 COUNTED = (  # summed over engines
     "cache_tokens",
     "prefix_hits",

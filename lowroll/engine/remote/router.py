@@ -42,7 +42,7 @@ BUSY_S, LONGEST_BUSY_S = 0.2, 5.0  # of an engine that answered "busy"
 # ended (docs/log/engine.md)
 AHEAD = 3.0
 BEHIND = 1.25  # times the least load, for the engine with a turn's pages
-LEARNED = 1 / 64  # weight of an answer in the mean of used token budgets
+LEARNED = 1 / 64  # weight of an answer in the mean of used budgets
 MOST_HOMES = 1 << 16  # requests whose engine is remembered
 
 Answer = Callable[[int, "Group | Exception"], None]

@@ -133,7 +133,7 @@ class VllmEngine(EnginePool):
         folder's. gpu_memory: share of each GPU. lora_rank: the policy is an adapter of at most this
         rank. way: of full updates; None takes none. arguments: more options of `vllm serve`. tell:
         receives lines about the start. exchange: the folder of weights. EngineLost, with the last
-        error of its log, when it is not ready within start_s.
+        error of its log, after start_s.
         """
         from lowroll.engine.remote.vllm_folders import linear_names, served
 

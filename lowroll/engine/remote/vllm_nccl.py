@@ -6,8 +6,8 @@
     /finish_weight_update          vLLM makes its own layout of them
 
 From version 0.32 on the communicator's id travels in the request. Older ones fetch it from a
-TCPStore as a pickle, written here byte by byte. Any client of the store could replace it, so it
-listens on loopback alone (docs/vllm.md).
+TCPStore as a pickle, written here byte by byte. The store listens on loopback alone, since its
+clients could replace the pickle (docs/vllm.md).
 """
 
 from __future__ import annotations

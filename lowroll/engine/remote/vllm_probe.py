@@ -134,8 +134,8 @@ def _base_model(answer: Any) -> tuple[str, str, int]:
 
 
 async def _is_processed(http: HttpClient, model: str) -> bool:
-    """Return whether log-probs are those after temperature and top-k: then the two tokens left have
-    all the mass, and half the distance at temperature 2."""
+    """Return whether log-probs are those after temperature and top-k: then two tokens have all the
+    mass, and half the distance at temperature 2."""
     plain = await _two_likeliest(http, model, temperature=1.0, top_k=0)
     hot = await _two_likeliest(http, model, temperature=HOTTEST, top_k=2)
     mass = math.exp(hot[0]) + math.exp(hot[1])

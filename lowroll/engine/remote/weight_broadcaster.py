@@ -16,7 +16,7 @@ from lowroll.weights.sync.base import Broadcast
 log = logging.getLogger(__name__)
 
 ABREAST_S = 1.0  # least grace of the others after the first engine
-LOOK_S = 0.25  # between checks for a newer version while no engine has taken this one
+LOOK_S = 0.25  # between checks for a newer version
 GONE = 409  # status of an engine that does not find the version
 
 

@@ -99,8 +99,8 @@ def norm_names(model: Transformer) -> set[str]:
 
 def difference(name: str, old: Tensor, new: Tensor, whole: bool) -> dict[str, Tensor]:
     """Return the part of the stream that turns `old` into `new`, on the CPU: nothing for equal
-    tensors, else the changed entries or the whole tensor, whichever is smaller. whole: in any case.
-    """
+    tensors, else the changed entries or the whole tensor, whichever is smaller. whole: always the
+    tensor."""
     if not whole:
         changed = (_bits(old) != _bits(new)).nonzero().flatten()
         if changed.numel() == 0:

@@ -362,8 +362,8 @@ def read_update(
 ) -> WeightUpdate:
     """Return the update in a verified folder, as policy `number`.
 
-    model, weights: the engine's model folder and format. broadcast: if a trainer wrote the folder.
-    ValueError for a folder that is not for this engine, TransportError as by `WeightClient.fetch`.
+    model, weights: of the engine. broadcast: if a trainer wrote the folder. ValueError for a folder
+    that is not for this engine, TransportError as by `WeightClient.fetch`.
     """
     meta = read_meta(folder) or {}
     if kind == "adapter":

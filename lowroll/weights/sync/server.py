@@ -55,7 +55,7 @@ MOST_UNKNOWN = 256  # unauthenticated connections; fewer where few files may be 
 
 @dataclass(frozen=True)
 class ServedVersion:
-    """A version that can be fetched. write: writes it as files, for an engine that cannot."""
+    """A version that can be fetched. write: writes it as files."""
 
     version: int
     digest: str

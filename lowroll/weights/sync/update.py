@@ -1,9 +1,6 @@
 """A weight update as a value from a learner, and the engine's end, which takes it whole or not at
 all (docs/architecture.md).
 
-    engine.update_weights(WeightUpdate.local(master, version=3, noise=noise))    in one process
-    engine.update_weights(WeightUpdate.local(master, version=3).as_stream())     by another route
-
 The digest covers what travels; that in a BehaviorTag is of the quantized weights.
 """
 
@@ -43,7 +40,7 @@ class WeightUpdate:
     """The weights of policy `version`."""
 
     version: int
-    # full: every weight, dense, under its Hugging Face name. adapter: A and B of LoRA under PEFT's
+    # full: every weight, dense, under its Hugging Face name. adapter: LoRA's A and B under PEFT's
     # names. codes: a low-bit model's stored tensors, or with `changes` what differs in them.
     kind: Kind
     # starts the stream again; yielded tensors stay valid until the update has been taken
