@@ -1,9 +1,5 @@
 """The interface of a rollout engine, in this process (`engine.native`) or on a server
-(`engine.remote`).
-
-Runs, evaluation and diagnosis know `Engine` and nothing behind it; it is also the orchestrator's
-smaller `orchestrator.interfaces.EngineClient`.
-"""
+(`engine.remote`). It includes `orchestrator.interfaces.EngineClient`."""
 
 from __future__ import annotations
 
@@ -24,27 +20,26 @@ if TYPE_CHECKING:
     from lowroll.weights.sync.update import WeightUpdate
 
 
-# The fate of samples in flight when the weights change or the cache goes. "keep": they go on with
-# their older tokens and keys. "replay": they begin again with the same noise and their tokens as
-# drafts (`engine.replay`), and become what the newest weights would have drawn
+# The fate of samples in flight when the weights change or the cache is freed. "keep": they
+# continue. "replay": they begin again with their tokens as drafts (`engine.replay`).
 InFlight = Literal["keep", "replay"]
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    context_length: int  # longest prompt with its response, in tokens
-    updates: frozenset[Kind]  # kinds of weight update that it takes as a stream
-    updates_in_flight: bool  # takes new weights while requests run
+    context_length: int  # prompt and response, in tokens
+    updates: frozenset[Kind]  # kinds of streamed update
+    updates_in_flight: bool
     noise: bool  # an update may put noise on the norms
     scores: bool
-    exact_logprobs: bool  # log-probs are of the distribution after top-k, top-p, penalties
-    sampler: frozenset[str]  # fields of `Request` that it respects
-    kv: CachePolicy = DENSE  # the keys that a sample's cache keeps
-    kv_dtype: str | None = None  # of stored keys and values; None: the model's own
+    exact_logprobs: bool  # after top-k, top-p and penalties
+    sampler: frozenset[str]  # respected fields of `Request`
+    kv: CachePolicy = DENSE
+    kv_dtype: str | None = None  # None: the model's
     records_evictions: bool = False
-    replays: bool = False  # supports "replay" (`InFlight`)
-    vocab_size: int | None = None  # number of logits; None: unknown
-    lora_rank: int | None = None  # largest rank of an adapter; 0: takes none; None: unknown
+    replays: bool = False
+    vocab_size: int | None = None
+    lora_rank: int | None = None  # largest rank; 0: no adapters; None: unknown
 
     @property
     def kv_policy(self) -> str:
@@ -53,39 +48,38 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class EngineStats:
-    weights: str  # format of the linear weights
-    weight_bits: float  # bits of one weight, with the scales of its group
-    cache_tokens: int  # capacity of the KV cache
+    weights: str
+    weight_bits: float  # with the scales of its group
+    cache_tokens: int
     cache_bytes: int = 0
-    policy_bytes: int = 0  # outside the cache: the state of its policy and the record of evictions
-    virtual_memory_bytes: int = 0  # of the cache, in device memory that torch does not count
-    pages_peak: int = 0  # most pages of the cache ever held at once
-    prefix_hits: int = 0  # pages that a request found in the cache
-    running: int = 0  # samples that hold pages
-    waiting: int = 0  # samples that wait for pages
-    tokens: int = 0  # drawn since the engine was made
-    cache_used: int = 0  # tokens of the cache in pages that requests hold
-    replays: int = 0  # samples replayed to the end of their drafts, or to the first change
-    replayed_tokens: int = 0  # tokens of those drafts
-    kept_tokens: int = 0  # of those, the ones up to the first change
+    policy_bytes: int = 0  # of the cache policy and the record of evictions
+    virtual_memory_bytes: int = 0  # not counted by torch
+    pages_peak: int = 0
+    prefix_hits: int = 0  # pages found in the cache
+    running: int = 0
+    waiting: int = 0
+    tokens: int = 0  # drawn since the start
+    cache_used: int = 0  # tokens in pages that requests hold
+    replays: int = 0  # samples whose drafts ended or changed
+    replayed_tokens: int = 0  # in those drafts
+    kept_tokens: int = 0  # in front of the first change
 
 
 @dataclass(frozen=True)
 class PartialSample:
-    """The tokens that one sample of a request has drawn so far. The lists grow: read them before
-    the next `step`."""
+    """The drawn tokens of one sample. The lists grow: read them before the next `step`."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
-    finish_reason: FinishReason | None  # None while it runs
+    finish_reason: FinishReason | None
     top_logprobs: Sequence[list[tuple[int, float]]] | None = None
-    stop_reason: int | str | None = None  # the stop id or stop string that ended it
+    stop_reason: int | str | None = None  # stop id or stop string
 
 
 @dataclass(frozen=True)
 class Ranked:
     """The log-probs of a response of T tokens, and the K likeliest tokens at each position,
-    likeliest first, the lower id first among equals. On the CPU, in float32 and int64."""
+    likeliest first, the lower id first among equals. On the CPU, float32 and int64."""
 
     logprobs_T: Tensor
     top_ids_TK: Tensor
@@ -93,15 +87,14 @@ class Ranked:
 
 
 class Engine(Protocol):
-    """An engine that takes requests and returns rollouts with their own log-probs. Used by one
-    thread."""
+    """An engine, used by one thread. Rollouts have its own log-probs."""
 
     @property
     def capabilities(self) -> Capabilities: ...
 
     @property
     def behavior(self) -> BehaviorTag:
-        """The policy that the next token is drawn from."""
+        """Return the tag of the policy that draws the next token."""
         ...
 
     def stats(self) -> EngineStats: ...
@@ -111,26 +104,24 @@ class Engine(Protocol):
         ...
 
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[tuple[int, Group]]:
-        """Run one step for everything in flight and return the requests that ended, by handle.
-        meanwhile: called at most once, while this thread would wait."""
+        """Run one step, and return the ended requests, by handle. meanwhile: called at most once,
+        instead of a wait."""
         ...
 
     def so_far(self, handle: int) -> list[PartialSample]:
-        """Return what each sample of a request has drawn, in sample order; [] once `step` has
-        returned its group. Samples only grow, except that a replay takes back what it has not
-        checked. ValueError for an unknown handle."""
+        """Return what each sample has drawn; [] once `step` has returned the group. Only a replay
+        takes tokens back. ValueError for an unknown handle."""
         ...
 
     def abort(self, handle: int) -> bool:
-        """End a request now; its group comes back with finish reason "abort". Return False if it
-        had ended."""
+        """End a request with "abort". Return False if it had ended."""
         ...
 
     def generate(
         self, requests: list[Request], on_progress: Callable[[int, int], None] | None = None
     ) -> list[Group]:
-        """Return the groups of all requests, in their order. on_progress(done, total): an exception
-        in it ends the call. ValueError names the request and the field."""
+        """Return the groups of all requests, in their order. An exception in on_progress(done,
+        total) ends the call. ValueError names the request and the field."""
         ...
 
     def score(
@@ -139,9 +130,8 @@ class Engine(Protocol):
         prompt_lens: Sequence[int],
         temperature: float = 1.0,
     ) -> list[Tensor]:
-        """Return the log-probs of each sequence's response with the engine's weights and kernels,
-        under a cache that drops and rounds nothing: nats, float32 [response tokens] on the CPU.
-        ValueError names a sequence that does not fit."""
+        """Return the log-probs of each response under a dense, unrounded cache: nats, float32
+        [response tokens] on the CPU. ValueError names a sequence."""
         ...
 
     def score_top(
@@ -151,49 +141,47 @@ class Engine(Protocol):
         top: int,
         temperature: float = 1.0,
     ) -> list[Ranked]:
-        """Return the results of `score` with the `top` likeliest tokens at each position."""
+        """Score, with the `top` likeliest tokens at each position."""
         ...
 
     def update_weights(self, update: WeightUpdate, in_flight: InFlight = "keep") -> BehaviorTag:
-        """Take new weights between two steps and return the new `behavior`. ValueError, before
-        anything is written, names what does not fit."""
+        """Take new weights between two steps and return the new `behavior`. ValueError before
+        anything is written."""
         ...
 
     def linear_weights(self) -> Mapping[str, QTensor]:
         """Return the linear weights by name, for reading only: updates refill their storages. Empty
-        when they are in another process."""
+        for another process."""
         ...
 
     def first_difference(self, master: Transformer, block: int) -> str | None:
-        """Return the first tensor of a block that differs from what the learner `master` would
-        publish (`weights.publish.first_difference`); None without one, or in another process."""
+        """Return the first tensor of a block that differs from what `master` would
+        publish, if any."""
         ...
 
     def reset_prefix_cache(self) -> None:
-        """Forget the pages of shared prompts, so that later requests have the bits of a fresh
-        engine."""
+        """Forget the pages of shared prompts: later requests have the bits of a fresh engine."""
         ...
 
     def warm_up(self) -> None:
-        """Compile and capture what steps of all sizes run without filters and penalties (seconds, on
-        CUDA); nothing for an engine in another process."""
+        """Compile and capture steps of all sizes without filters and penalties
+        (seconds, on CUDA)."""
         ...
 
     def release(self, in_flight: InFlight = "keep") -> None:
-        """Free the memory of the KV cache until the next step. Requests in flight are replayed from
-        there on; RuntimeError with "keep" when there are any."""
+        """Free the KV cache until the next step. RuntimeError with "keep" and requests
+        in flight."""
         ...
 
     def close(self) -> None:
-        """Free processes, connections and files. No other method may be called afterwards.
-        Idempotent."""
+        """Free processes, connections and files. Call no other method afterwards. Idempotent."""
         ...
 
 
 def replayed(before: EngineStats, after: EngineStats) -> dict[str, float]:
-    """Return the metrics of the replays between two `stats` of one engine; {} when there were none."""
+    """Return the metrics of the replays between two `stats`; {} for none."""
     samples = after.replays - before.replays
-    if samples <= 0:  # an engine that was restarted counts from zero
+    if samples <= 0:  # a restarted engine counts from zero
         return {}
     tokens = after.replayed_tokens - before.replayed_tokens
     kept_tokens = after.kept_tokens - before.kept_tokens

@@ -1,4 +1,4 @@
-"""The choice of pieces of prompts that run together."""
+"""The choice of prompt chunks that run together."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from lowroll.engine.sequence import LiveGroup, PrefillChunk
 def plan_passes(
     prompts: deque[LiveGroup], most: int, budget: int, longest: int | None, taken: int
 ) -> list[list[PrefillChunk]]:
-    """Return up to `most` passes over these prompts, in their order, and remove what was planned
-    from `prompts`.
+    """Plan up to `most` passes over these prompts, in order, and remove what was planned.
 
-    budget: tokens of a pass, though a single piece may exceed it. longest: of a piece; None: whole
-    prompts. taken: tokens of drafts, which run in the first pass.
+    budget: tokens of a pass, which a single chunk may exceed. longest: of a chunk; None: no limit.
+    taken: tokens of drafts in the first pass.
     """
     passes: list[list[PrefillChunk]] = []
     while len(passes) < most and (taken or prompts):
@@ -26,8 +25,6 @@ def plan_passes(
 def _plan_pass(
     prompts: deque[LiveGroup], budget: int, longest: int | None, may_exceed: bool
 ) -> list[PrefillChunk]:
-    """Return the chunks of one pass, in the queue's order, and remove prompts that end in it. They
-    have at most `budget` tokens; with `may_exceed` the first alone may have more."""
     chunks: list[PrefillChunk] = []
     unfinished: list[LiveGroup] = []
     while prompts:

@@ -1,26 +1,23 @@
-"""The rows that decode, resident on the device: several steps run without the host.
+"""The rows that decode, resident on the device: several steps run without the host
+(docs/architecture.md).
 
-A sample has a slot from its admission to its end; the rows of a batch are the samples that decode
-now, in any slots. A row's state is its last token and position, the position at which it must stop,
-its noise key, temperature, page table, and the number of keys in its cache, which a policy may
-bound (`kv.policy.base`). A step replaces it by the next one:
+A sample has a slot from its admission to its end; the rows of a batch are in any slots. Each step
+replaces a row's state, which is its last token and position, the position at which it must stop,
+its noise key, temperature, page table, and number of cached keys:
 
     hidden = model(last token, position)      K/V go to the row's page, attention reads the pages
     token, log-prob = draw(logits)            written behind those of the steps before
 
-The host uploads what changed, starts `steps` steps, and reads all tokens and log-probs at once. On
-CUDA a step is one graph, captured once for each size of batch in BUCKETS. The rows that a batch
-lacks are dead and write nothing, as is a row that reaches its end or fills its cache. A row that
-meets a stop id runs to the last step, and the scheduler drops what it draws behind it.
+Padding rows are dead and write nothing, as is a row that reaches its end or fills its cache. A row
+that draws a stop id runs to the last step, and the scheduler drops its later tokens.
 
-Batches of LARGE_BATCH_FROM rows and more run on `large_batch_model` where there is one: 4-bit
-weights are the fewest bytes to read for few rows, 8-bit ones the cheaper product for many
-(docs/benchmarks.md).
+Batches of LARGE_BATCH_FROM rows run on `large_batch_model` if there is one: 4-bit weights are the
+fewest bytes, 8-bit ones the cheaper product (docs/benchmarks.md).
 
-Every tensor that a graph reads is allocated once, and new weights are written in place. Filters,
-penalties and bans are part of the step (`engine.sampling_state`): graphs are captured with and
-without them, and a row's bits are the same in each. If a row requests the likeliest tokens or a bias
-of logits, the graph ends at the logits, and the step of all rows goes on outside it.
+Every tensor that a graph reads is allocated once, and new weights are written in place. Graphs
+exist with and without filters, penalties and bans (`engine.sampling_state`), with the same bits. If
+a row requests the likeliest tokens or a logit bias, the step of all rows continues outside the
+graph at the logits.
 
 Legend: B rows, P pages of a row, S steps, V vocabulary.
 """
@@ -50,21 +47,21 @@ from lowroll.quant.formats import all_finite
 
 MOST_STEPS = 16
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-LARGE_BATCH_FROM = 9  # rows
+LARGE_BATCH_FROM = 9
 
-# lines of `Decoder.state`, int64, one column a row of the batch
+# rows of `Decoder.state`, int64
 LAST_TOKEN = 0
-POSITION = 1  # of the last token
+POSITION = 1
 NEXT_POSITION = 2  # of the token to draw: the noise counter
-UNTIL = 3  # the position at which the row stops
+UNTIL = 3  # where the row stops
 NOISE_KEY = 4
-SETTINGS = 5  # the temperature's float32 bits; bit 32: greedy
+SETTINGS = 5  # bits 0-31: the float32 temperature; bit 32: greedy
 SLOT = 6
-NUM_KEYS = 7  # in the row's cache, with the new token's
+NUM_KEYS = 7  # with the new token's
 
 
 def bucket(num_rows: int) -> int:
-    """Return the batch size that `num_rows` are padded to; a row's bits depend on it alone."""
+    """Return the padded batch size, which alone decides a row's bits."""
     return next((size for size in BUCKETS if size >= num_rows), -(-num_rows // 128) * 128)
 
 
@@ -76,10 +73,8 @@ class PendingSteps:
 
 
 class _UploadedPages(NamedTuple):
-    """The part of a sequence's page table that the host's copy has."""
-
     sequence: Sequence | None
-    num_compactions: int  # the table is another one after each
+    num_compactions: int
     num_pages: int
 
 
@@ -87,8 +82,7 @@ NO_PAGES = _UploadedPages(None, 0, 0)
 
 
 class Decoder:
-    """The device side of decoding. selector: that of the cache policy, if it has one. cuda_graphs:
-    False starts kernels one by one."""
+    """The device side of decoding. selector: of the cache policy, if any."""
 
     def __init__(
         self,
@@ -109,20 +103,19 @@ class Decoder:
         self._captures = cuda_graphs and self.device.type == "cuda"
         max_rows = bucket(max_batch) if self.device.type == "cuda" else max_batch
         self._rows: list[Sequence] = []
-        self._last: list[int] = []  # the token that the device drew last for each row
-        self._until: list[int] = []  # the position at which the device stops each row
-        self._paged: list[Sequence] = []  # the rows of the device's page tables
+        self._last: list[int] = []  # last token that the device drew, by row
+        self._until: list[int] = []  # where the device stops each row
+        self._paged: list[Sequence] = []
         self._known = [NO_PAGES] * max_batch  # by slot, of `_pages_of_slot`
-        self._widest = 0  # most pages of any row
+        self._widest = 0
         self._sampling = SamplingState(max_rows, max_batch, model.spec.vocab_size, self.device)
-        # on the host, what will be uploaded; `state` has one line a quantity
         is_pinned = self.device.type == "cuda"
         self._state = torch.zeros(8, max_rows, dtype=torch.int64, pin_memory=is_pinned)
         self._pages_of_slot = torch.zeros(max_batch, max_pages, dtype=torch.int32)
         self._table = torch.zeros(max_rows, max_pages, dtype=torch.int32, pin_memory=is_pinned)
         self.state = torch.zeros_like(self._state, device=self.device)
         self.table_BP = torch.zeros_like(self._table, device=self.device)
-        # keys of each row, with the new token's; 0 is dead
+        # with the new token's; 0 is dead
         self.lengths_B = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
         self.temperature_B = torch.ones(max_rows, device=self.device)
         self.greedy_B = torch.zeros(max_rows, dtype=torch.bool, device=self.device)
@@ -131,7 +124,7 @@ class Decoder:
         self.logprobs_SB = torch.zeros(
             MOST_STEPS, max_rows, dtype=torch.float32, device=self.device
         )
-        # the logits of steps of all sizes, for rows that are drawn outside the graph
+        # of all batch sizes, for rows drawn outside the graph
         self.logits: Tensor | None = None
         self._graphs: dict[tuple[int, DrawMode | None], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
@@ -168,8 +161,7 @@ class Decoder:
         self, begun: PendingSteps
     ) -> tuple[list[list[int]], list[list[float]], list[list[list[tuple[int, float]]] | None]]:
         """Wait for the started steps. Return (ids, log-probs), both [B, S], and each row's
-        likeliest tokens (`sampler.TopLogprobs`). ValueError when the model gives a row no
-        distribution."""
+        likeliest tokens. ValueError for a row without a distribution."""
         tokens_SB = self.tokens_SB[: begun.steps, : begun.rows].cpu()
         logprobs_SB = self.logprobs_SB[: begun.steps, : begun.rows].cpu()
         if not all_finite(logprobs_SB):
@@ -180,15 +172,14 @@ class Decoder:
         return tokens_BS, logprobs_BS, begun.ranks.told(tokens_BS, logprobs_BS)
 
     def place(self, sequences: list[Sequence]) -> tuple[Tensor, DecodeRows]:
-        """Return the last tokens [B] and the rows of these sequences, padded with dead rows, for a
-        pass outside the decoder, which does not see what that pass draws."""
+        """Return the last tokens [B] and the padded rows of these sequences, for a pass outside the
+        decoder."""
         size = self.size(len(sequences))
         self.upload(sequences, size)
         self._rows = []
         return self.state[LAST_TOKEN, :size], self._live(size)
 
     def _live(self, size: int) -> DecodeRows:
-        """Return the device's rows, dead ones included, for attention in a batch of this size."""
         lengths_B = self.lengths_B[:size]
         slots_B = self.state[SLOT, :size]
         if self.watcher is not None or self.cache.recurrent is not None:
@@ -209,7 +200,7 @@ class Decoder:
             return
         max_rows = self.state.shape[1]
         sizes = {bucket(num_rows) for num_rows in range(1, max_rows + 1)}
-        for size in sorted(sizes, reverse=True):  # smaller graphs fit into what the largest freed
+        for size in sorted(sizes, reverse=True):  # smaller graphs reuse the memory of larger ones
             if (size, DrawMode.PLAIN) not in self._graphs:
                 self._capture(size, DrawMode.PLAIN)
 
@@ -223,9 +214,8 @@ class Decoder:
         self._known = [NO_PAGES] * len(self._known)
 
     def upload(self, sequences: list[Sequence], size: int) -> None:
-        """Bring the state and page tables of these rows, padded to `size` with dead ones, up to
-        date on the device. Its steps advance the state themselves, so it is uploaded only for other
-        rows, another last token than the device drew, or another end."""
+        """Update the state and page tables of these rows, padded to `size`. Steps advance the state
+        on the device, so only other rows, last tokens or ends are uploaded."""
         self.step_1.zero_()
         last_tokens = [s.last_token for s in sequences]
         until = [s.until for s in sequences]
@@ -236,7 +226,6 @@ class Decoder:
         self._upload_pages(sequences, size)
 
     def _upload_state(self, sequences: list[Sequence], size: int) -> None:
-        """Upload the rows' state in one copy, and unpack on the device what is not int64."""
         temperatures = [s.request.temperature or 1 for s in sequences]
         temperature_B = torch.tensor(temperatures, dtype=torch.float32)
         is_greedy = torch.tensor([s.request.temperature == 0 for s in sequences])
@@ -269,11 +258,10 @@ class Decoder:
         self._table[: len(row_slots), : self._widest] = self._pages_of_slot[
             row_slots, : self._widest
         ]
-        self.table_BP[:size].copy_(self._table[:size], non_blocking=True)  # whole rows lie together
+        # whole rows are contiguous
+        self.table_BP[:size].copy_(self._table[:size], non_blocking=True)
 
     def _copy_new_pages(self, sequences: list[Sequence]) -> bool:
-        """Copy new pages into the host's tables by slot, and return whether there are any. A
-        sequence keeps its earlier pages until it is compacted."""
         slots, columns, pages = list[int](), list[int](), list[int]()
         for sequence in sequences:
             known = self._known[sequence.slot]
@@ -295,7 +283,6 @@ class Decoder:
         return bool(pages)
 
     def _step(self, size: int, drawing: DrawMode | None) -> None:
-        """Run one step; without a draw, it leaves its logits."""
         if not self._captures:
             self._advance(size, drawing)
             return
@@ -305,13 +292,13 @@ class Decoder:
         self.replays += 1
 
     def _capture(self, size: int, drawing: DrawMode | None) -> None:
-        """Capture one step. The rows are dead, since the steps before it, which compile, must leave
-        no trace."""
+        """Capture one step. Its rows are dead, since the warm-up steps, which compile, must change
+        nothing."""
         saved_state = self.state[:, :size].clone()
         saved_lengths_B = self.lengths_B[:size].clone()
         self.state[:, :size] = 0
         self.lengths_B[:size] = 0
-        if self._side is None:  # one for all: memory is kept by stream
+        if self._side is None:  # the allocator keeps memory by stream
             self._side = torch.cuda.Stream(self.device)
         stream = self._side
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -328,7 +315,6 @@ class Decoder:
         self.step_1.zero_()
 
     def _advance(self, size: int, drawing: DrawMode | None) -> None:
-        """Run the model on each row's last token. Draw the next one unless `drawing` is None."""
         ids_B, decode_rows = self.state[LAST_TOKEN, :size], self._live(size)
         attend = PagedDecode(self.cache, decode_rows, self.watcher)
         if self.large_batch_model is not None and self.runs_large_batch(size):
@@ -351,8 +337,6 @@ class Decoder:
         return shape(logits_BV, marked, self.state[NEXT_POSITION, :rows])
 
     def _draw(self, rows: int, logits_BV: Tensor, drawing: DrawMode) -> None:
-        """Draw a token of each row, store it with its log-prob behind those of earlier steps, and
-        advance the rows' state in place. The lines of `state` are unpacked in their order."""
         ids_B, pos_B, next_B, until_B, keys_B, _, slots_B, _ = self.state[:, :rows].unbind()
         tokens_B, logprobs_B = draw(
             logits_BV,

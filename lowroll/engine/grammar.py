@@ -1,7 +1,7 @@
-"""Responses constrained by a grammar: before each token the ids that it excludes are banned.
+"""Responses constrained by a grammar, which bans ids before each token.
 
-A grammar is a text in llguidance's language (`llguidance`, extra `grammar`): Lark, or the JSON that
-its `grammar_from_...` functions make of a JSON schema, a regular expression or a choice.
+A grammar is Lark for `llguidance` (extra `grammar`), or the JSON that its `grammar_from_...`
+functions make.
 """
 
 from __future__ import annotations
@@ -22,16 +22,14 @@ from lowroll.model.attention import upload
 
 log = logging.getLogger(__name__)
 
-MOST_KEPT = 32  # grammars that stay compiled
+MOST_KEPT = 32
 MOST_TEXT = 1 << 18  # characters of one grammar
-# by the library's documentation a mask ends after about 15 ms at most with these
+# a mask takes at most about 15 ms, by the library's documentation
 STEP_ITEMS, STEP_FUEL, LEXER_STATES = 50_000, 200_000, 50_000
 
 
 @dataclass
 class _SampleState:
-    """The matcher of one sample, and the tokens that it has consumed."""
-
     matcher: Any
     consumed_ids: list[int] = field(default_factory=list)
 
@@ -42,18 +40,18 @@ class Grammar:
     def __init__(self, compiled: Any, eos_ids: Collection[int]) -> None:
         self._compiled = compiled
         self._eos_ids = frozenset(eos_ids)
-        self._states: dict[int, _SampleState] = {}  # by sample
+        self._states: dict[int, _SampleState] = {}
 
     def allowed(self, sample: int, token_ids: Many[int], width: int) -> bytes:
-        """Return the ids that may follow a sample's tokens, one bit each, the lowest first, in
-        `width` bytes. Where none can follow, it is the end-of-sequence ids."""
+        """Return a bit mask of the ids that may follow a sample's tokens, lowest first, in `width`
+        bytes: the end-of-sequence ids where no other can."""
         state = self._advance(sample, token_ids)
         matcher = state.matcher
         has_consumed_all = len(state.consumed_ids) == len(token_ids)
         mask = b""
         if has_consumed_all and not matcher.is_error() and not matcher.is_stopped():
             mask = matcher.compute_bitmask()
-        if matcher.is_error():  # also one that the mask has just met
+        if matcher.is_error():  # computing the mask may have caused it
             error = _first_line(matcher.get_error())
             log.warning("a grammar cannot be followed further: %s", error)
         if not any(mask):
@@ -61,9 +59,6 @@ class Grammar:
         return mask[:width].ljust(width, b"\0")
 
     def _advance(self, sample: int, token_ids: Many[int]) -> _SampleState:
-        """Return the sample's state after it has consumed these tokens, or those before the first
-        that the grammar refuses. The matcher goes back to the last token in common with the former
-        call."""
         if sample not in self._states:
             self._states[sample] = _SampleState(self._compiled.deep_copy())
         state = self._states[sample]
@@ -80,8 +75,7 @@ class Grammar:
 
 
 class Grammars:
-    """A compiler of grammars for a model's tokenizer. Thread-safe. eos_ids end a response.
-    ValueError says what is missing."""
+    """A thread-safe compiler of grammars for a tokenizer. ValueError says what is missing."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Collection[int]) -> None:
         if not eos_ids:
@@ -103,7 +97,7 @@ class Grammars:
         self._lock = Lock()
 
     def compile(self, text: str) -> Grammar:
-        """Compile a grammar for a request. ValueError says where the text is wrong."""
+        """Compile a grammar. ValueError says where it is wrong."""
         with self._lock:
             compiled = self._kept.get(text)
         if compiled is None:
@@ -130,11 +124,10 @@ class Grammars:
 
 
 def held(logits_BV: Tensor, rows: Iterable[tuple[int, Grammar, int, Many[int]]]) -> Tensor:
-    """Return float32 logits in which the ids that a row's grammar excludes are -inf; the input
-    without such rows. rows: of each of the N rows with a grammar its number, the grammar, the
-    sample and the response's tokens."""
+    """Return float32 logits with -inf for ids that a row's grammar excludes; the input without such
+    rows. rows: (row, grammar, sample, tokens of the response) of each of N rows."""
     vocab_size = logits_BV.shape[1]
-    width = -(-vocab_size // 8)  # W bytes have a bit for each id
+    width = -(-vocab_size // 8)
     masks = bytearray()
     row_numbers: list[int] = []
     for row, grammar, sample, token_ids in rows:

@@ -1,5 +1,5 @@
-"""The changes that the host makes to logits before each token: the request's own bias, its presence
-and frequency penalties, and its grammar. No torch, since the scheduler uses it too."""
+"""The changes that the host makes to logits before each token. No torch, since the scheduler uses
+it too."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def needs_host(s: Sequence | DrawnPosition) -> bool:
 
 
 def is_biased(s: Sequence | DrawnPosition) -> bool:
-    """Return whether the next logits depend on a bias, or on how often the response has a token."""
+    """Return whether a bias or a penalty changes the next logits."""
     request = s.request
     return bool(request.logit_bias or request.presence_penalty or request.frequency_penalty)
 
 
 def biases_of(s: Sequence | DrawnPosition) -> dict[int, float]:
-    """Return what is added to each token's next logit: the request's bias, less its penalties."""
+    """Return the addition to each token's next logit."""
     request, biases = s.request, dict(s.request.logit_bias or ())
     if request.presence_penalty or request.frequency_penalty:
         for token, count in Counter(s.token_ids).items():

@@ -1,12 +1,6 @@
-"""The rollout engine of this process (`lowroll.Engine`).
+"""The rollout engine of this process (`lowroll.Engine`; docs/python.md).
 
-    engine = Engine("path/to/model", weights="int8")
-    groups = engine.generate([Request(prompt_ids=[...], n=8, max_tokens=64, seed=7)])
-    groups = engine.generate(["Name a prime."], n=8, max_tokens=64)  # in the model's chat template
-    print(engine.text(groups[0].rollouts[0]))
-
-`add`, `step` and `abort` are the continuous-batching interface under `generate`; `update_weights`
-takes new weights in place. Used by one thread.
+`add`, `step` and `abort` are the continuous-batching interface under `generate`.
 """
 
 from __future__ import annotations
@@ -73,47 +67,42 @@ def warn_if_slow(device: torch.device, weights: str) -> None:
 class NativeEngine:
     """Continuous batching over a paged KV cache, with linear weights in any format.
 
-    ValueError names the argument that is wrong. Tokens depend on none of the arguments of
-    scheduling.
+    ValueError names the wrong argument. Tokens do not depend on the scheduling arguments.
 
         The model
-            model          folder, hub id, or a loaded Transformer, whose weights the engine copies, or
-                           shares where they are in the format already
-            weights        a name of `lowroll.formats()`; default the model's own low-bit format, or
-                           int8 for a dense model
-            large_batch_weights     a second format, for prompts and while many rows decode
-                           (`engine.decoder`); each token's policy span has the digest of its weights
-            dtype          of activations, norms and KV cache; default float32 on CPU, bfloat16 on CUDA,
-                           and what a dense format says
-            keep_dense     keep the dequantized matrices of a 4-bit format beside its codes (2 bytes a
-                           weight in bfloat16): faster for prompts and many rows on CUDA
-            noisy          `update_weights` may put noise on the norms
-            exact          a request has the same bits in any batch; None: as a loaded model
-
+            model               folder, hub id, or a loaded Transformer, which the engine copies, or
+                                shares where it has the format
+            weights             of `lowroll.formats()`; default the model's low-bit format, or int8
+            large_batch_weights     second format, for prompts and large batches
+                                (`engine.decoder`)
+            dtype               of activations, norms and KV cache; default that of a dense format,
+                                float32 on CPU, bfloat16 on CUDA
+            keep_dense          keep dequantized copies of 4-bit weights (2 bytes a weight in
+                                bfloat16): faster for large batches on CUDA
+            noisy               `update_weights` may put noise on the norms
+            exact               same bits in any batch; None: as a loaded model
         The KV cache
-            kv             the policy (`kv.policy`); None is the dense one
-            kv_dtype       "fp8" stores it in 8 bits (`kv.fp8`); None in `dtype`
-            cache_tokens   its size; default what `workloads`, the requests that will be in it together,
-                           can use, at most a quarter of the free memory; without workloads see
-                           `kv.capacity`
-            memory_share   of the device's memory, which weights and a cache of no given size may fill
-            max_model_len  tokens of the longest prompt with its response; default the model's
-            prefix_caching a prompt finds the pages of an earlier one with the same beginning
-            turn_caching   the next turn of a conversation also finds the pages of what was drawn before
-                           it, whose last bits differ from a prompt's; dense cache, unrounded, one format
-            record_evictions        rollouts say which keys a bounded cache dropped (`types.Evictions`)
-
+            kv                  policy (`kv.policy`); None is dense
+            kv_dtype            "fp8" for 8 bits (`kv.fp8`); None for `dtype`
+            cache_tokens        size; default what concurrent `workloads` can use, at most a
+                                quarter of the free memory (`kv.capacity`)
+            memory_share        of the device, for weights and a cache of default size
+            max_model_len       most tokens of prompt and response
+            prefix_caching      prompts share the pages of equal beginnings
+            turn_caching        later turns also reuse the pages of drawn tokens, whose last bits
+                                differ from a prompt's; dense cache, unrounded, one format
+            record_evictions    rollouts name the dropped keys (`types.Evictions`)
         Scheduling
-            max_batch      samples decoded at once
-            max_prefill_tokens      prompt tokens a pass
-            prefill_chunk  longest piece of a prompt in one pass; None for whole prompts
-            lookahead      decode steps between two times that the host reads tokens and admits
-                           requests, for requests that come one by one; None for requests that are
-                           there from the beginning: 16 on CUDA, and as many passes over prompts
-            gather         decode steps before other prompts run together; default `lookahead` - 1
-            one_pass       rows that decode while prompts run take their step in the same pass (dense
-                           cache, no large_batch_weights)
-            cuda_graphs    False launches the kernels of a step or a short pass one by one, for debugging
+            max_batch           samples decoded at once
+            max_prefill_tokens  prompt tokens of a pass
+            prefill_chunk       longest chunk of a prompt; None: no limit
+            lookahead           decode steps between two reads of tokens and admissions, if requests
+                                arrive one by one; None if they arrive together: on CUDA 16, and as
+                                many passes over prompts
+            gather              decode steps before other prompts run; default `lookahead` - 1
+            one_pass            decode rows and prompts share a pass (dense cache, no
+                                large_batch_weights)
+            cuda_graphs         False for debugging
     """
 
     def __init__(
@@ -184,7 +173,7 @@ class NativeEngine:
             cuda_graphs,
             one_pass,
         )
-        # a recurrent layer's state is that of all tokens: pages of a prefix do without it
+        # a recurrent layer's state covers all tokens: pages of a prefix do not suffice
         has_pages_alone = self.spec.delta is None
         self.pool = PagePool(
             num_pages,
@@ -202,7 +191,7 @@ class NativeEngine:
             kv_dtype=kv_dtype,
         )
         self._tokenizer = tokenizer
-        self._tokens = 0  # drawn, including tokens that a replay drew again
+        self._tokens = 0  # includes tokens that a replay drew again
         self.scheduler = self._schedule(
             max_batch, max_prefill_tokens, prefill_chunk, lookahead, gather
         )
@@ -240,16 +229,12 @@ class NativeEngine:
         chat: bool = True,
         **sampling: Any,
     ) -> list[Group]:
-        """Return the groups of all requests, in their order. Checks every request before it starts
-        any.
+        """Return the groups of all requests, in their order, as `Engine.generate`. All requests are
+        checked first.
 
-        A text is a request too: a user's message in the model's chat template, or with chat=False
-        the beginning of a text to continue. `sampling` are its fields of `Request` (n, max_tokens,
-        seed, ...).
-
-        Requests that `add` queued go on meanwhile, and their groups wait for `step`.
-        on_progress(done, total) counts this call's finished ones after every step; what it raises
-        ends the call. ValueError names the request and the field, or a missing tokenizer.
+        A text becomes a user's message in the chat template, or with chat=False the beginning of a
+        text; `sampling` are its fields of `Request`. Requests that `add` queued advance too.
+        ValueError also for a missing tokenizer.
         """
         requests = self._as_requests(requests, chat, sampling)
         for i, request in enumerate(requests):
@@ -271,8 +256,7 @@ class NativeEngine:
         return [groups[handle] for handle in handles]
 
     def text(self, rollout: Rollout) -> str:
-        """Return a rollout's text without special tokens. ValueError when the engine has no
-        tokenizer."""
+        """Return a rollout's text without special tokens. ValueError without a tokenizer."""
         return str(
             self.tokenizer.decode(
                 rollout.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -306,8 +290,6 @@ class NativeEngine:
         return self.scheduler.finished()
 
     def _advance(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Plan and run one step and commit its tokens. A failed step drops everything in flight.
-        meanwhile: as `Runner.run`."""
         plan = self.scheduler.plan()
         try:
             results = self.runner.run(plan, meanwhile)
@@ -315,7 +297,6 @@ class NativeEngine:
             self._give_up()
             raise
         for result in results:
-            # the span of the weights that drew the tokens, for their tag
             self.scheduler.policy = self.behavior.policy[-1 if result.large_batch else 0]
             num_before = len(result.sequence.token_ids)
             self.scheduler.commit_run(
@@ -329,7 +310,6 @@ class NativeEngine:
         prompt_lens: Sequence[int],
         temperature: float = 1.0,
     ) -> list[Tensor]:
-        """Return `Engine.score` with the weights of few rows. Rollouts in flight are not disturbed."""
         return [
             scored.logprobs_T for scored in self.score_top(sequences, prompt_lens, 0, temperature)
         ]
@@ -351,8 +331,8 @@ class NativeEngine:
         return scores
 
     def keep_dense(self) -> None:
-        """Keep dense copies of weights below 8 bits on a GPU, in an engine that has not decoded
-        yet. Stacked experts stay as they are: their product reads the codes."""
+        """Keep dense copies of weights below 8 bits on a GPU, except for stacked experts, whose
+        product reads the codes. Call it before decoding."""
         if self.model.device.type != "cuda":
             return
         for name, linear in self.model.linears():
@@ -365,8 +345,6 @@ class NativeEngine:
                 linear.weight.keep_dense(self.model.dtype)
 
     def warm_up(self) -> None:
-        """Compile and capture the kernels of decode steps and of short passes of all sizes
-        (seconds, on CUDA)."""
         self.runner.cache.restore()
         self.runner.decoder.warm_up()
         if self.runner.short is not None:
@@ -391,7 +369,7 @@ class NativeEngine:
             kv=self.kv,
             kv_dtype=self.behavior.kv_dtype,
             records_evictions=self.runner.recorder is not None,
-            # a state cannot be taken back to in front of a token that differs
+            # a recurrent state cannot be rolled back to the token before a difference
             replays=self.kv.budget is None and self.spec.delta is None,
             vocab_size=self.spec.vocab_size,
             lora_rank=self.receiver.max_rank,
@@ -423,11 +401,10 @@ class NativeEngine:
         return self.scheduler.has_work or self.scheduler.has_finished
 
     def release(self, in_flight: InFlight = "keep") -> None:
-        """Free the memory of the KV cache, for a learner that runs before the next rollouts.
+        """Free the memory of the KV cache until the next step.
 
-        It comes back with the next step, at its old address where the device can do that
-        (`kv.virtual_memory`); elsewhere decode graphs are captured again. in_flight: as
-        `Engine.release`. ValueError when this engine cannot replay.
+        It returns at its old address where possible (`kv.virtual_memory`); elsewhere decode graphs
+        are captured again. ValueError when this engine cannot replay.
         """
         if in_flight == "replay":
             self._check_replays()
@@ -440,8 +417,8 @@ class NativeEngine:
         self.runner.release()
 
     def reset_prefix_cache(self) -> None:
-        """Forget the pages of shared prompts. A prompt behind such pages runs in other pieces,
-        which round differently."""
+        """Forget the pages of shared prompts. Prompts behind them run in other chunks, which round
+        differently."""
         self.pool.clear_prefixes()
 
     def close(self) -> None:
@@ -452,14 +429,8 @@ class NativeEngine:
     def update_weights(self, update: WeightUpdate, in_flight: InFlight = "keep") -> BehaviorTag:
         """Take new weights as policy `update.version`, in place, and return the new tag.
 
-        in_flight: "keep" leaves rollouts in flight the tokens and keys of the old weights, and
-        their spans say so. "replay" begins them again, with all samples of their groups and their
-        tokens as drafts (`engine.replay`): they have one span, and are what a fresh engine with
-        these weights draws, but for rounding. Complete groups stay as they are.
-
-        A local update is quantized from the learner's model into the engine's storages; a stream is
-        gathered and checked first (`weights.sync.update`). ValueError, before anything is written,
-        names what does not fit, or that this engine cannot replay.
+        A stream is checked before any write. ValueError names what does not fit, or that this
+        engine cannot replay.
         """
         if in_flight == "replay":
             self._check_replays()
@@ -501,7 +472,6 @@ class NativeEngine:
         return first_difference(master, self.model, block, self.behavior.noise_sigma > 0)
 
     def _policy(self, version: int) -> tuple[PolicySpan, ...]:
-        """Return the span of the weights of few rows, then that of those of many, if any."""
         models = [self.model]
         if self.large_batch_model is not None:
             models.append(self.large_batch_model)
@@ -511,7 +481,7 @@ class NativeEngine:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The given tokenizer, or that of the model's folder. ValueError when there is none."""
+        """The given tokenizer, or that of the model's folder. ValueError for none."""
         if self._tokenizer is not None:
             return self._tokenizer
         if self.folder is None:
@@ -529,7 +499,7 @@ class NativeEngine:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """The compiler of grammars, for several threads. ValueError where it is not available."""
+        """The compiler of grammars, which is thread-safe. ValueError where there is none."""
         return Grammars(self.tokenizer, self.spec.vocab_size, self.scheduler.eos_ids)
 
     def _own_format(
@@ -541,13 +511,11 @@ class NativeEngine:
         return exact_format(self.folder, dtype or dtype_on(device)) or DEFAULT
 
     def _give_up(self) -> None:
-        """Drop everything in flight after a failed step: no K/V may be trusted."""
         self.scheduler.abort_all()
         self.pool.clear_prefixes()
         self.runner.cache.clear()
 
     def _validate(self, request: Request, where: str) -> None:
-        """Raise ValueError, with `where` in front of the field, for a request that cannot run."""
         try:
             validate(
                 request,
@@ -630,9 +598,8 @@ class NativeEngine:
         workloads: Sequence[Workload],
         page_size: int,
     ) -> int:
-        """Return the tokens of the KV cache. NoRoom when the given number does not fit."""
         bytes_per_token = self.storage.bytes_per_token(self.spec, self.model.dtype)
-        free_bytes = free_memory(self.model.device)  # None: the system does not say
+        free_bytes = free_memory(self.model.device)
         state_bytes = self._policy_bytes
         if cache_tokens is None:
             assumed_free = UNKNOWN_FREE if free_bytes is None else free_bytes
@@ -659,8 +626,8 @@ class NativeEngine:
         return cache_tokens
 
     def _budget(self, free: int | None, beside: int) -> int | None:
-        """Return the bytes that memory_share leaves for the cache; None without it. free: bytes,
-        None if unknown. beside: bytes of the policy's state."""
+        """Return the bytes that memory_share leaves for the cache. free: None if unknown. beside:
+        bytes of the policy's state."""
         device = self.model.device
         total_bytes = total_memory(device)
         if self._share is None or total_bytes is None:
@@ -703,8 +670,6 @@ def _policy_or_dense(
     kv_dtype: str | None,
     large_batch_weights: str | None,
 ) -> CachePolicy:
-    """Return the policy, the dense one for None. ValueError for options under which pages of drawn
-    tokens would differ from a prompt's."""
     if kv is not None and not isinstance(kv, CachePolicy):
         raise ValueError(
             "kv: expected a CachePolicy, as lowroll.kv.policy.table.make gives, or None, the dense "

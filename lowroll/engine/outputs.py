@@ -1,4 +1,4 @@
-"""The results of a request, and the behavior that its keys were made under."""
+"""The results of a request."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from lowroll.types import BehaviorTag, PolicySpan, Rollout
 
 
 def rollouts_of(group: LiveGroup, behavior: BehaviorTag, policy: PolicySpan) -> list[Rollout]:
-    """Return the rollouts of a group whose samples have all ended. behavior, policy: for the tag of
-    a sample that has drawn nothing."""
+    """Return the rollouts of an ended group. behavior, policy: for samples without tokens."""
     sampler = sampler_settings(group.request)
     rollouts = []
     for s in group.sequences:
@@ -67,9 +66,9 @@ def behavior_salt(behavior: BehaviorTag) -> bytes:
 
 
 def give_up(pool: PagePool, sequence: Sequence, salt: bytes) -> None:
-    """Free the pages of a sample that ends. Where the pool keeps turns, full pages are offered to
-    later turns, unless another sample may still write into the page at the prompt's end, or some
-    key is of other weights than `salt`. For the dense cache."""
+    """Free the pages of a sample that ends. With turn caching, offer full pages to later turns,
+    unless another sample may still write the prompt's last page, or a key is of other weights than
+    `salt`."""
     group = sequence.group
     is_prompt_final = not group.num_unforked
     is_of_these_weights = group.page_keys is not None and group.salt == salt

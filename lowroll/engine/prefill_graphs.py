@@ -1,12 +1,11 @@
 """Short passes over prompts as CUDA graphs.
 
 A GPU runs a pass over a few hundred tokens faster than the host starts its kernels. So a pass over
-at most MOST_PROMPTS prompts (none with pages before it) and SIZES[-1] tokens is padded to the next
-size and reads all that changes from buffers on the device. The first pass of a size starts its
-kernels one by one, which compiles them; the second is captured, later ones replay it.
+at most MOST_PROMPTS fresh prompts and SIZES[-1] tokens is padded to the next size. The first pass
+of a size compiles its kernels; the second is captured, later ones replay it.
 
-The padding is a sequence of its own behind the prompts, whose keys are written to no page. A
-prompt's bits depend on the size that it runs in, and on no other prompt in it.
+The padding is a sequence behind the prompts, whose keys are not stored. A prompt's bits depend on
+the size of the pass, and on no other prompt.
 
 Legend: T tokens, D hidden size, P prompts.
 """
@@ -34,12 +33,12 @@ NO_SLOT = -1
 
 
 class ShortPasses:
-    """The graphs of short passes. captures: False starts every pass's kernels one by one."""
+    """The graphs of short passes. captures: False starts kernels one by one."""
 
     def __init__(self, model: Transformer, cache: KVCache, captures: bool) -> None:
         self.model, self.cache, self._captures = model, cache, captures
         device = model.device
-        # ids, positions and slots of the tokens
+        # ids, positions, slots
         self._tokens_3T = torch.zeros(3, SIZES[-1], dtype=torch.int64, device=device)
         self._bounds = torch.zeros(MOST_PROMPTS + 2, dtype=torch.int32, device=device)
         self._last_P = torch.zeros(MOST_PROMPTS, dtype=torch.int64, device=device)
@@ -52,8 +51,7 @@ class ShortPasses:
 
     @staticmethod
     def supports(model: Transformer, cache: KVCache) -> bool:
-        """Return whether a pass can run without the host: on CUDA, with flash attention and a cache
-        that skips tokens without a slot."""
+        """Return whether passes can run without the host."""
         return (
             model.device.type == "cuda"
             and flashes(model.dtype, model.spec.head_dim)
@@ -70,7 +68,7 @@ class ShortPasses:
 
     def run(self, ids: list[int], chunks: Sequence[PromptChunk]) -> Tensor:
         """Return the final hidden states [P, D] of the chunks' last tokens, which the next pass
-        overwrites. ids: of all chunks, one after the other."""
+        overwrites. ids: concatenated."""
         num_tokens, num_chunks = len(ids), len(chunks)
         size = next(size for size in SIZES if size >= num_tokens)
         tokens_3T = torch.zeros(3, size, dtype=torch.int64)
@@ -80,7 +78,7 @@ class ShortPasses:
         slots_T.fill_(NO_SLOT)
         slots_T[:num_tokens] = torch.cat([c.slots(self.cache.page_size) for c in chunks])
         ends_P = torch.tensor(list(accumulate(chunk.num_tokens for chunk in chunks)))
-        # the padding is a sequence from the last prompt's end to `size`; later ones are empty
+        # the padding is a sequence up to `size`; later ones are empty
         bounds = torch.full(self._bounds.shape, size, dtype=torch.int32)
         bounds[0] = 0
         bounds[1 : num_chunks + 1] = ends_P
@@ -109,10 +107,10 @@ class ShortPasses:
         self._pool = None
 
     def _start(self, size: int) -> None:
-        """Run a pass of a size: its first time directly, later as a captured graph."""
         if not self._captures or size not in self._graphs:
             self._pass(size)
-            self._graphs[size] = None  # a pass that failed has not compiled what a capture needs
+            # a failed pass has not compiled the kernels
+            self._graphs[size] = None
             return
         graph = self._graphs[size]
         if graph is None:

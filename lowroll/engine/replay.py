@@ -1,12 +1,10 @@
-"""Replay: the tokens that a sample drew under earlier weights are drafts of what it draws now.
+"""Replay (docs/algorithms.md): the tokens that a sample drew under earlier weights are drafts of
+what it draws now.
 
-Noise depends on the seed, the request, the sample and the position alone, so slightly changed
-weights draw the same tokens for a while. A replayed request runs its prompt again, then its draft
-in pieces, as a prompt would, and the new weights draw behind each token with the noise of that
-position. The draft stands up to the first token that differs, which replaces it.
-
-A piece is computed by the products of a prompt, whose last bits are not those of a decoded token: a
-draw within rounding of another token's can fall on the other side, as it can in another batch.
+A replayed request runs its prompt again, then its draft in pieces, and the new weights draw behind
+each token with the same noise. The draft stands up to the first token that differs, which replaces
+it. A piece is computed by the products of a prompt, whose last bits are not those of a decoded
+token.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from dataclasses import dataclass
 from lowroll.engine.request import noise_key
 from lowroll.engine.sequence import Check, LiveGroup, Sequence
 
-# tokens of a draft's first piece; later ones are as long as what stands, so that no more is wasted
+# tokens of a draft's first piece; later pieces are as long as what stands, which bounds the waste
 FIRST = 256
 
 
@@ -28,17 +26,17 @@ class Replays:
 
     samples: int = 0
     tokens: int = 0
-    kept: int = 0  # of those, the ones in front of the first that differed
+    kept: int = 0
 
     def follow(self, sequence: Sequence) -> None:
-        """Drop and count a sample's draft once all of it is drawn again, or the last token differs."""
+        """Drop and count a draft once all of it is drawn again, or the last token differs."""
         draft = sequence.draft
         num_drawn = len(sequence.token_ids)
         is_within = num_drawn <= len(draft)
         if is_within and sequence.token_ids[-1] != draft[num_drawn - 1]:
             num_kept = num_drawn - 1
         elif num_drawn < len(draft):
-            return  # it agrees so far
+            return
         else:
             num_kept = len(draft)
         self.samples += 1
@@ -62,8 +60,8 @@ def drawn(sequence: Sequence) -> list[int]:
 
 
 def agreed(sequence: Sequence, token_ids: Many[int]) -> int:
-    """Return how many of these newly drawn tokens are valid: those that repeat the rest of the
-    draft, and the one after them."""
+    """Return how many newly drawn tokens are valid: those that repeat the draft, and
+    the next one."""
     rest_of_draft = sequence.draft[len(sequence.token_ids) :]
     num_repeated = 0
     for token, draft_id in zip(token_ids, rest_of_draft, strict=False):
@@ -76,8 +74,8 @@ def agreed(sequence: Sequence, token_ids: Many[int]) -> int:
 def plan_checks(
     samples: Iterable[Sequence], budget: int, chunk: int | None
 ) -> tuple[list[Check], int]:
-    """Return the pieces of drafts that run in a step, and their tokens: at most `budget`, unless
-    the first piece alone has more. chunk: the longest piece; None: no limit."""
+    """Return the pieces of drafts that run in a step, and their tokens: at most `budget`, which the
+    first piece may exceed. chunk: the longest piece; None: no limit."""
     checks: list[Check] = []
     num_tokens = 0
     for sequence in samples:
@@ -86,7 +84,7 @@ def plan_checks(
         max_piece = min(max(FIRST, len(sequence.token_ids)), sequence.num_left)
         if chunk:
             max_piece = min(max_piece, chunk)
-        # the last drawn token runs again: the first draw is behind it
+        # the first draw is behind the last drawn token
         last = len(sequence.token_ids) - 1
         ids = drawn(sequence)[last : last + max_piece]
         if checks and num_tokens + len(ids) > budget:

@@ -1,9 +1,8 @@
 """Checks of a request, and its noise key.
 
 `noise_key` is the reproducibility contract: key = blake2b-64(seed, id, sample), where an empty id
-stands for the prompt itself. The token at position t of that sample is drawn from Philox(key, t).
-So the noise is the same in any batch, after a restart, and when a partial rollout (with its id set)
-is continued from prompt + tokens.
+stands for the prompt. The token at position t is drawn from Philox(key, t), in any batch, after a
+restart, and when a partial rollout (with its id set) is continued.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ def validate(
 ) -> None:
     """Raise ValueError naming the first wrong field.
 
-    context_length: the model's limit in tokens. cache_tokens: the KV cache's size. kv: the cache
-    policy, which may bound a sample's share of it. eos_ids: the model's own stops.
+    context_length, cache_tokens: in tokens. kv: may bound a sample's share of the cache. eos_ids:
+    the model's own stops.
     """
     _check_ids("prompt_ids", request.prompt_ids, vocab_size)
     if not request.prompt_ids:
@@ -153,14 +152,14 @@ def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
     ):
         return
     for i, token in enumerate(ids):
-        if type(token) is not int or not 0 <= token < vocab_size:  # a bool is not a token id
+        if type(token) is not int or not 0 <= token < vocab_size:  # excludes bool
             raise ValueError(
                 f"{name}[{i}]: expected an integer in 0..{vocab_size - 1}, got {_show(token)}"
             )
 
 
 def _check_drawable(request: Request, vocab_size: int, eos_ids: Collection[int]) -> None:
-    """Raise ValueError when no token can be drawn: such a row would fail the whole step."""
+    """Raise ValueError when no token can be drawn, which would fail the whole step."""
     max_stops = len(request.stop_ids) + len(eos_ids)
     if request.min_tokens and max_stops >= vocab_size <= len({*request.stop_ids, *eos_ids}):
         raise ValueError(
@@ -180,8 +179,8 @@ def _check_bias(bias: Any, vocab_size: int) -> None:
 
 
 def _check_grammar(request: Request, has_tokenizer: bool) -> None:
-    """Raise ValueError for settings that exclude a grammar: at its end only an end token can be
-    drawn."""
+    """Raise ValueError for settings that exclude a grammar, at whose end only an end token can
+    follow."""
     if request.grammar is None:
         return
     if type(request.grammar) is not str:
@@ -212,7 +211,7 @@ def _check_int(name: str, value: Any, low: int, high: int | None) -> None:
 
 
 def _check_float(name: str, value: Any) -> float:
-    if type(value) not in (int, float):  # a bool is not a number; the range check refuses NaN
+    if type(value) not in (int, float):  # excludes bool; the range check refuses NaN
         raise ValueError(f"{name}: expected a number, got {_show(value)}")
     return value
 

@@ -1,8 +1,8 @@
 """The execution of a step's plan on the model.
 
-A step uploads from pinned memory: a copy from any other waits for all work of the device.
+A step uploads from pinned memory, since other copies wait for all work of the device.
 
-Legend: T tokens of the step, D hidden size, V vocabulary, P prompts that are through, B rows that
+Legend: T tokens of the step, D hidden size, V vocabulary, P prompts that have ended, B rows that
 draw a token, C rows of a piece, G key-value heads, K keys that stay or likeliest tokens.
 """
 
@@ -45,8 +45,8 @@ from lowroll.model.attention import upload
 from lowroll.model.logprobs import log_probs
 from lowroll.model.transformer import Transformer
 
-SCORE_ROWS = 256  # rows whose logits exist at a time while a sequence is scored
-MOST_COMPACTED = 64  # samples whose keys are scored and moved at a time
+SCORE_ROWS = 256
+MOST_COMPACTED = 64
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class StepResult:
     sequence: Sequence
     token_ids: list[int]
     logprobs: list[float]
-    large_batch: bool  # the model for many rows drew them
-    # (id, log-prob) of the likeliest tokens at each position; None where not requested
+    large_batch: bool
+    # (id, log-prob) of the likeliest tokens at each position, if requested
     tops: list[list[tuple[int, float]]] | None = None
 
 
 @dataclass(frozen=True)
 class PrefillTokens:
-    """The tokens of a pass over prompts, one of each sequence, on the device until they are read."""
+    """The drawn tokens of a pass over prompts, one of each sequence, on the device."""
 
     sequences: list[Sequence]
     tokens_B: Tensor
@@ -71,8 +71,7 @@ class PrefillTokens:
     ranks: TopLogprobs
 
     def read(self, large_batch: bool) -> list[StepResult]:
-        """Return the results on the host. ValueError when the model gave a sequence no
-        distribution."""
+        """Return the results on the host. ValueError when a sequence had no distribution."""
         logprobs = self.logprobs_B.tolist()
         require_finite(logprobs)
         tokens_B1 = [[token] for token in self.tokens_B.tolist()]
@@ -87,10 +86,9 @@ class PrefillTokens:
 
 
 class Runner:
-    """The KV cache and the device side of a step. large_batch_model: the model for many rows
-    (`engine.decoder`). storage: how keys and values are stored. record_evictions: record what the
-    policy drops. one_pass: rows that decode while prompts run take their step in the same pass, so
-    that the weights are read once, for a dense cache, a single model and no checks."""
+    """The KV cache and the device side of a step. one_pass: decode rows take their step in the pass
+    over prompts, so that the weights are read once; for a dense cache, a single model and no
+    checks."""
 
     def __init__(
         self,
@@ -133,8 +131,7 @@ class Runner:
 
     @property
     def lookahead(self) -> int:
-        """Return the steps of decode rows without the host, and passes over prompts: more than one
-        where launches dominate."""
+        """The most decode steps without the host, and passes over prompts."""
         return MOST_STEPS if self.model.device.type == "cuda" else 1
 
     def release(self) -> None:
@@ -146,11 +143,11 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, meanwhile: Callable[[], None] = lambda: None) -> list[StepResult]:
-        """Run a plan. Return the tokens of every decode row, of every sample of a prompt that is
-        through, and those behind each token of a check.
+        """Run a plan. Return the tokens of every decode row, of every sample whose prompt has
+        ended, and those behind each token of a check.
 
         meanwhile: called once the device has all of its work; on a CPU, before the work. ValueError
-        when the model gives a row no distribution.
+        for a row without a distribution.
         """
         if self.model.device.type != "cuda":
             meanwhile()
@@ -168,7 +165,7 @@ class Runner:
             for state in self.states:
                 state.begin(plan.begun)
         first_tokens, checked_TD = self._run_passes(plan, plan.decodes if is_one_pass else [])
-        # nothing above waits for the device, and what follows does
+        # nothing above waits for the device
         if self.model.device.type == "cuda":
             meanwhile()
         results = [] if pending is None else self._read(plan, pending)
@@ -183,9 +180,6 @@ class Runner:
     def _run_passes(
         self, plan: StepPlan, beside: list[Sequence]
     ) -> tuple[list[PrefillTokens], Tensor | None]:
-        """Start the passes over prompts; the first also runs all checks, and a step of the rows
-        `beside` the prompts. Return the tokens that each pass drew, and the hidden states [T, D] of
-        the checks."""
         first_tokens: list[PrefillTokens] = []
         checked_TD = None
         for number, prefills in enumerate(plan.passes):
@@ -218,8 +212,6 @@ class Runner:
                 self._compact_together(batch[start : start + MOST_COMPACTED], num_kept)
 
     def _compact_together(self, compactions: list[Compaction], kept: int) -> None:
-        """Move the `kept` keys that the policy chooses, with their values, to the first slots of
-        each sample's target pages."""
         assert self.selector is not None, "a policy without a selector compacts nothing"
         device = self.model.device
         page_size = self.cache.page_size
@@ -232,7 +224,7 @@ class Runner:
         targets_BP = _page_table([c.targets for c in compactions]).long()
         target_slots = (targets_BP[..., None] * page_size + torch.arange(page_size)).flatten(1)
         target_slots_BK = target_slots[:, :kept].to(device)
-        kept_LBGK = self.selector.compact(rows, kept)  # indices into each sample's keys
+        kept_LBGK = self.selector.compact(rows, kept)
         self.cache.keep(rows.table_BP, kept_LBGK, target_slots_BK)
         if self.recorder is not None:
             self.recorder.compacted(compactions, kept_LBGK)
@@ -240,9 +232,8 @@ class Runner:
     def _prefill(
         self, prefills: list[PrefillChunk], checks: list[Check], beside: list[Sequence]
     ) -> tuple[PrefillTokens | None, Tensor | None]:
-        """Run chunks of prompts and of drafts, and a step of the rows `beside` them, in one pass.
-        Return a token of each row `beside` and of each sample whose prompt is through, and the
-        hidden states [T, D] of the checks; None where there are none."""
+        """Run one pass. Return a token of each row `beside` and of each sample whose prompt has
+        ended, and the hidden states [T, D] of the checks, if any."""
         hidden_TD = self._forward(prefills, checks, beside)
         samples_by_row: list[tuple[Sequence, ...]] = [(sequence,) for sequence in beside]
         samples_by_row += [chunk.samples for chunk in prefills if chunk.samples]
@@ -269,8 +260,6 @@ class Runner:
         return PrefillTokens(sequences, tokens_B, logprobs_B, ranks)
 
     def _follow(self, hidden_TD: Tensor, checks: list[Check]) -> list[StepResult]:
-        """Draw behind each token of the checks, as if those before it had been drawn. hidden_TD:
-        check by check."""
         positions = [position for check in checks for position in places_of(check)]
         ids, logprobs, tops = self._draw_behind(hidden_TD, positions)
         require_finite(logprobs)
@@ -280,7 +269,6 @@ class Runner:
         for check in checks:
             own = slice(start, start + len(check.ids))
             start = own.stop
-            # all rows of a sample ask for the likeliest tokens, or none does
             own_tops = [row_tops for row_tops in tops[own] if row_tops is not None]
             results.append(
                 StepResult(check.sequence, ids[own], logprobs[own], large_batch, own_tops or None)
@@ -290,8 +278,6 @@ class Runner:
     def _draw_behind(
         self, hidden_TD: Tensor, positions: list[DrawnPosition]
     ) -> tuple[list[int], list[float], list[list[tuple[int, float]] | None]]:
-        """Draw one token a position from its hidden state, SCORE_ROWS at a time. Return ids,
-        log-probs and the requested likeliest tokens, on the host."""
         ids: list[Tensor] = []
         logprobs: list[Tensor] = []
         tops: list[list[tuple[int, float]] | None] = []
@@ -305,7 +291,7 @@ class Runner:
                 tops += [None] * len(piece)
                 continue
             told = ranks.told(ids_C[:, None].tolist(), logprobs_C[:, None].tolist())
-            tops += [None if steps is None else steps[0] for steps in told]  # of the only step
+            tops += [None if steps is None else steps[0] for steps in told]
         return torch.cat(ids).tolist(), torch.cat(logprobs).tolist(), tops
 
     def _draw(
@@ -324,13 +310,12 @@ class Runner:
     def score(
         self, ids: list[int], prompt_len: int, temperature: float, top: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Score a sequence in one piece, without the cache. Return the log-probs [T], float32, of
-        its T response tokens, and the ids and log-probs [T, K] of the `top` likeliest tokens at
-        their positions."""
+        """Score a sequence without the cache. Return the log-probs [T], float32, of its T response
+        tokens, and the ids and log-probs [T, K] of the `top` likeliest tokens."""
         attend = self.model.causal([len(ids)])
         ids_T = torch.tensor(ids, device=self.model.device)
         hidden_TD = self.model(ids_T, torch.arange(len(ids), device=self.model.device), attend)
-        # each response token is predicted by the hidden state of the token before it
+        # the hidden state of a token predicts the next one
         predicting_TD = hidden_TD[prompt_len - 1 : -1]
         response_T = ids_T[prompt_len:]
         pieces = []
@@ -350,17 +335,17 @@ class Runner:
     def _forward(
         self, prefills: list[PrefillChunk], checks: list[Check], beside: list[Sequence]
     ) -> Tensor:
-        """Run chunks of prompts and of drafts, and the last token of each row `beside` them. Return
-        the hidden states of the rows `beside`, of the last token of each chunk that ends its
-        prompt, in the order of `prefills`, and of all tokens of the checks."""
+        """Run the chunks, and the rows `beside` them. Return the hidden states of these rows, of
+        the last token of each chunk that ends its prompt, in the order of `prefills`, and of all
+        tokens of the checks."""
         chunks = [PromptChunk(c.start, c.stop, c.sequence.pages, c.sequence.slot) for c in prefills]
         pieces = [c.sequence.prompt_ids[c.start : c.stop] for c in prefills]
         for check in checks:
             s, start = check.sequence, check.sequence.position
             chunks.append(PromptChunk(start, start + len(check.ids), s.pages, s.slot))
             pieces.append(check.ids)
-        # tokens lie as attention takes them: fresh prompts first. A check is never fresh, so the
-        # checks stay at the end, in their order
+        # attention takes fresh prompts first; a check is never fresh, so checks stay last, in their
+        # order
         fresh = [i for i, chunk in enumerate(chunks) if chunk.start == 0]
         later = [i for i, chunk in enumerate(chunks) if chunk.start > 0]
         ids: list[int] = []
@@ -389,7 +374,6 @@ class Runner:
             # the kernels need at least one row
             output_rows_P = upload(torch.tensor(output_rows or [0]), model.device)
             return model(ids_T, pos_T, prompts, output_rows_P)
-        # the decode rows come first, padded with dead ones
         ids_B, rows = self.decoder.place(beside)
         output_rows = [*range(len(beside)), *(len(ids_B) + row for row in output_rows)]
         return model(
@@ -401,7 +385,6 @@ class Runner:
 
 
 def _page_table(pages: list[list[int]]) -> Tensor:
-    """Return page tables as one int32 tensor, padded with page 0."""
     max_pages = max(len(row_pages) for row_pages in pages)
     return torch.tensor(
         [row_pages + [0] * (max_pages - len(row_pages)) for row_pages in pages], dtype=torch.int32

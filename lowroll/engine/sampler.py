@@ -3,28 +3,29 @@
 There are two implementations with the same bits: this one draws first tokens and drafts,
 `engine.decoder` with `kernels.sampling` those of decode steps. Change both.
 
-    Per row, in fp32 and in this order (the order of Hugging Face's processors):
-     1. repetition penalty (CTRL, Keskar et al. 2019, arXiv:1909.05858, eq. 5, with the usual sign
-        rule): of every id in prompt or response, a positive logit is divided by it, a negative one
-        multiplied;
-     2. ids banned until `min_tokens` are drawn: logit -inf;
-     2b. presence and frequency penalties, subtracted from the logits of the response's tokens (once,
+Each row is processed in fp32 in the order of Hugging Face's processors:
+
+    1. repetition penalty (CTRL, Keskar et al. 2019, arXiv:1909.05858, eq. 5, with the usual sign
+       rule): of every id in prompt or response, a positive logit is divided by it, a negative one
+       multiplied;
+    2. ids banned until `min_tokens` are drawn: logit -inf;
+    2b. presence and frequency penalties, subtracted from the logits of the response's tokens (once,
         and for each time), and the request's own bias, added;
-     2c. ids that its grammar excludes (`engine.grammar`): logit -inf;
-     3. logits / temperature;
-     4. top-k: the k largest (0 is off);
-     5. top-p (Holtzman et al. 2020, arXiv:1904.09751): of what is left, the smallest set of largest
-        probabilities whose mass is >= p; equal logits go lower id first in both;
-     6. min-p (Nguyen et al. 2024, arXiv:2407.01082): drop what is below min_p * (largest probability).
+    2c. ids that its grammar excludes (`engine.grammar`): logit -inf;
+    3. logits / temperature;
+    4. top-k: the k largest (0 is off);
+    5. top-p (Holtzman et al. 2020, arXiv:1904.09751): of what is left, the smallest set of largest
+       probabilities whose mass is >= p; equal logits go lower id first in both;
+    6. min-p (Nguyen et al. 2024, arXiv:2407.01082): drop what is below min_p * (largest
+       probability).
 
-Top-k and top-p go by the order of the logits after 2, min-p by their distance to the largest
-(`kernels.sampling.filters`). The token is drawn from the normalised rest by Gumbel-max
-(`kernels.sampling.draw`), with noise of `request.noise_key`, position and token id alone
-(`kernels.sampling.noise`). Greedy (temperature 0) takes the argmax after 1 and 2, lower id first,
-and records the log-prob at temperature 1: the draw itself has log-prob 0, which says nothing.
+Top-k and top-p use the order of the logits after 2, min-p their distance to the largest
+(`kernels.sampling.filters`). Gumbel-max draws from the normalised rest (`kernels.sampling.draw`),
+with noise of `request.noise_key`, position and token id alone. Greedy (temperature 0) takes the
+argmax after 1 and 2, lower id first, and records the log-prob at temperature 1.
 
-Only `TopLogprobs.told` waits for the device. A row without a distribution (NaN or +inf logits, or
-nothing but -inf) gets token 0 and log-prob NaN, which `require_finite` refuses on the host.
+A row without a distribution (NaN or +inf logits, or only -inf) gets token 0 and log-prob NaN, which
+`require_finite` refuses.
 
 Shapes: B rows, V vocabulary, N pairs of row and id, A rows with top log-probs, K likeliest tokens,
 C rows of a piece.
@@ -49,14 +50,14 @@ from lowroll.kernels.sampling.draw import draw
 from lowroll.kernels.sampling.filters import Filters
 from lowroll.model.attention import upload
 
-RANKED_ROWS = 64  # rows whose tokens are ranked at a time
+RANKED_ROWS = 64
 
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """The sampling settings of B rows, on the device, for the same sequences in the same order."""
+    """The sampling settings of B rows, on the device."""
 
-    keys_B: Tensor  # int64, the bits of the 64-bit noise keys
+    keys_B: Tensor  # int64 with the bits of the unsigned keys
     temperature_B: Tensor  # float32, 1 for greedy rows
     greedy_B: Tensor  # bool
     filters: Filters | None
@@ -93,8 +94,8 @@ def signed(key: int) -> int:
 def sample(logits_BV: Tensor, params: SamplingBatch, positions_B: Tensor) -> tuple[Tensor, Tensor]:
     """Draw one token a row, from logits after penalties and bans.
 
-    logits_BV: any float dtype, left unchanged. positions_B: int64, the position of each drawn
-    token, the noise counter. Returns ids int64 [B] and log-probs float32 [B].
+    logits_BV: any float dtype, left unchanged. positions_B: int64, of the drawn tokens. Returns ids
+    int64 [B] and log-probs float32 [B].
     """
     return draw(
         logits_BV, params.keys_B, positions_B, params.temperature_B, params.greedy_B, params.filters
@@ -102,13 +103,14 @@ def sample(logits_BV: Tensor, params: SamplingBatch, positions_B: Tensor) -> tup
 
 
 def distribution(logits_BV: Tensor, params: SamplingBatch) -> Tensor:
-    """Return the log-probs, float32 [B, V], that `sample` draws from or, of a greedy row, records."""
+    """Return the log-probs, float32 [B, V], that `sample` draws from or, for greedy
+    rows, records."""
     return log_probs_of(logits_BV, params.temperature_B, params.greedy_B, params.filters)
 
 
 def shaped(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Tensor:
-    """Return float32 logits after penalties, bans, bias and grammar; the input if no row needs a
-    change."""
+    """Return float32 logits after penalties, bans, bias and grammar, or the input if nothing
+    changes."""
     return by_host(
         _apply_bans(_apply_repetition_penalty(logits_BV, sequences), sequences), sequences
     )
@@ -157,10 +159,10 @@ def likeliest(logp_BV: Tensor, most: int) -> tuple[Tensor, Tensor]:
 
 
 def _likeliest_ids(logp_CV: Tensor, most: int) -> Tensor:
-    """Return the ids [C, K] of the `most` largest float32 log-probs, the lower first among equals.
+    """Return the ids [C, K] of the `most` largest float32 log-probs.
 
-    `topk` leaves the order of equals open, so each token gets an integer of its own: above, the
-    log-prob's bits in an order of integers; below, a number that is larger for lower ids.
+    `topk` leaves the order of equals open, so each token gets a distinct integer: the upper half
+    orders the log-probs, the lower half prefers lower ids.
     """
     bits_CV = (logp_CV + 0.0).view(torch.int32)  # adding 0.0 turns -0.0 into 0.0
     # the bits of negative floats grow with their magnitude: flip all but the sign
@@ -170,18 +172,16 @@ def _likeliest_ids(logp_CV: Tensor, most: int) -> Tensor:
 
 
 class TopLogprobs:
-    """The likeliest tokens at the next positions of the rows with `Request.top_logprobs`, after
-    filters and bans. `see` takes the logits of each step without waiting for the device; `told`
-    waits."""
+    """The likeliest tokens of the rows with `Request.top_logprobs`, after filters and bans."""
 
     def __init__(self, sequences: Many[Sequence | DrawnPosition]) -> None:
         self.asking = [i for i, s in enumerate(sequences) if s.top_logprobs is not None]
         self._sequences = sequences
-        self._batch: tuple[Tensor, SamplingBatch] | None = None  # rows [A], and how they draw
-        self._steps: list[tuple[Tensor, Tensor]] = []  # ids and log-probs [A, K] of each step
+        self._batch: tuple[Tensor, SamplingBatch] | None = None
+        self._steps: list[tuple[Tensor, Tensor]] = []  # [A, K] of each step
 
     def see(self, logits_BV: Tensor) -> None:
-        """Rank the tokens of one step from its logits [B, V], and keep the ranks for `told`."""
+        """Rank the tokens of one step from its logits [B, V], without waiting for the device."""
         if not self.asking:
             return
         if self._batch is None:
@@ -197,9 +197,9 @@ class TopLogprobs:
     def told(
         self, tokens_BS: list[list[int]], logprobs_BS: list[list[float]]
     ) -> list[list[list[tuple[int, float]]] | None]:
-        """Return the (id, log-prob) pairs of each row at each step, None for a row that does not
-        ask. tokens_BS, logprobs_BS: the drawn tokens of the S steps with their recorded log-probs,
-        which they have among the pairs too: on a GPU another kernel has summed these."""
+        """Wait for the device and return each row's (id, log-prob) pairs at each step, None for a
+        row that requests none. The recorded log-probs of drawn tokens replace the ranked ones: on a
+        GPU another kernel has summed these."""
         pairs_by_row: list[list[list[tuple[int, float]]] | None] = [None] * len(tokens_BS)
         if not self.asking:
             return pairs_by_row
@@ -219,8 +219,6 @@ class TopLogprobs:
 def _top_pairs(
     ranked_ids: list[int], ranked_logps: list[float], token: int, logprob: float
 ) -> list[tuple[int, float]]:
-    """Return the (id, log-prob) pairs of one position, without tokens that cannot be drawn. The
-    drawn `token` has the recorded `logprob`."""
     pairs = []
     for ranked_id, ranked_logp in zip(ranked_ids, ranked_logps, strict=True):
         if ranked_logp > -math.inf:
@@ -229,7 +227,7 @@ def _top_pairs(
 
 
 def require_finite(logprobs: Collection[float]) -> None:
-    """Raise ValueError naming the rows whose logits made no distribution, by their log-probs."""
+    """Raise ValueError naming the rows without a distribution, whose log-prob is not finite."""
     rows = [i for i, logprob in enumerate(logprobs) if not math.isfinite(logprob)]
     if rows:
         raise ValueError(
@@ -243,7 +241,7 @@ def _apply_repetition_penalty(
     rows = [row for row, s in enumerate(sequences) if s.request.repetition_penalty != 1]
     if not rows:
         return logits_BV
-    # keyed by the list's identity: siblings share one prompt list, and so its set
+    # by the list's identity: siblings share one prompt list
     prompt_id_sets: dict[int, set[int]] = {}
     seen_ids = []
     for row in rows:

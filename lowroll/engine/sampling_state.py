@@ -1,9 +1,7 @@
-"""The sampling parameters of rows except their temperature, resident on the device: filters, a
-repetition penalty, and no end before `min_tokens`.
+"""The sampling parameters of rows except their temperature, resident on the device.
 
-The last two depend on earlier tokens, which are marked by the sample's slot
-(`kernels.sampling.penalties`): the prompt when the sample first decodes, drawn tokens by the step
-itself, and tokens drawn elsewhere before the next step.
+The repetition penalty and `min_tokens` depend on earlier tokens, which are marked by slot
+(`kernels.sampling.penalties`).
 
 Legend: B rows, S slots, V vocabulary.
 """
@@ -26,7 +24,7 @@ from lowroll.model.attention import upload
 
 
 class DrawMode(IntEnum):
-    """The work of a batch's draw; each mode includes those before it, with the same bits."""
+    """The work of a batch's draw. Each mode includes those before it, with the same bits."""
 
     PLAIN = 0
     FILTERED = 1
@@ -44,7 +42,7 @@ def _sequence_draw_mode(s: Sequence | DrawnPosition) -> DrawMode:
 
 
 def is_filtered(s: Sequence | DrawnPosition) -> bool:
-    """Return whether filters matter. The likeliest token, which a greedy row takes, passes all."""
+    """Return whether filters matter. A greedy row's token passes all of them."""
     request = s.request
     return request.temperature != 0 and (
         request.top_k > 0 or request.top_p < 1 or request.min_p > 0
@@ -63,18 +61,17 @@ def filters_of(sequences: Collection[Sequence | DrawnPosition], vocab_size: int)
 
 
 class SamplingState:
-    """The filters, penalties and bans of `most` rows, and the marks of the samples in `slots`
-    slots."""
+    """The filters, penalties and bans of `most` rows, and the marks of samples in `slots` slots."""
 
     def __init__(self, most: int, slots: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.slots = slots
-        # a line each: top-k (int64), top-p, log of min-p and repetition penalty (the bits of
-        # float64), and the first position without a ban (int64)
+        # lines: top-k (int64), top-p, log of min-p, repetition penalty (bits of float64), and the
+        # first position without a ban (int64)
         self._device = torch.zeros(5, most, dtype=torch.int64, device=device)
-        self._rows: list[Sequence] = []  # whose settings are on the device
+        self._rows: list[Sequence] = []
         self._marks_SV: Tensor | None = None
-        # by slot: the sequence of the marks, and its number of marked response tokens
+        # by slot: the marked sequence, and its number of marked response tokens
         self._marked: list[tuple[Sequence | None, int]] = [(None, 0)] * slots
 
     def filters(self, rows: int) -> Filters:
@@ -86,7 +83,7 @@ class SamplingState:
         return Marked(self._marks(), slots_B, penalty_B.view(torch.float64), banned_until_B)
 
     def upload(self, sequences: list[Sequence], size: int, draw: DrawMode) -> None:
-        """Upload the settings of these rows, padded up to `size` with settings without effect."""
+        """Upload the settings of these rows, padded to `size` with neutral settings."""
         if sequences != self._rows:
             self._upload(sequences, size)
             self._rows = list(sequences)
@@ -125,8 +122,6 @@ class SamplingState:
         return self._marks_SV
 
     def _mark(self, sequences: list[Sequence]) -> None:
-        """Mark the tokens that the device has not marked yet, in the slots of the samples. The slot
-        of an earlier sample is cleared first."""
         cleared_slots: list[int] = []
         seen_ids: list[tuple[int, Many[int]]] = []
         stop_ids: list[tuple[int, Many[int]]] = []

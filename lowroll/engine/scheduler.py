@@ -1,32 +1,29 @@
 """Continuous batching over a paged KV cache.
 
-    plan = scheduler.plan()                  # admit, choose prompt chunks and decode rows, give out pages
-    ... run what the plan says, in its order ...
-    scheduler.commit(sequence, token, logprob)        # for every decode row, and for all n samples of a last chunk
+    plan = scheduler.plan()                         # admissions, prompt chunks, decode rows, pages
+    ... run the plan in its order ...
+    scheduler.commit(sequence, token, logprob)      # for decode rows and samples of a last chunk
 
 A request is a *group* of n samples. Its prompt runs once; its last hidden state gives the
-distribution of the first token of all n samples, admitted or not. Full prompt pages are shared by
-reference count. The partial last page (the tail) has one writer at a time, which appends behind the
-prompt; every other sample copies it when it forks.
+distribution of the first token of all samples, admitted or not. Full prompt pages are shared by
+reference count. The partial last page (the tail) has one writer at a time; every other sample
+copies it when it forks.
 
-A cache policy (`kv.policy.base`) may bound a sample's cache. A sample at the limit waits for the
-next plan, which begins with compactions: the keys that stay move to pages of the sample's own.
-Pages of the prompt are never edited, since they are shared and the prefix cache may serve them. A
-prompt over the limit is compacted once, in the plan after its last chunk, and its samples fork from
-the result.
+A sample at the limit of its cache policy (`kv.policy.base`) waits for the next plan, which begins
+with compactions: the keys that stay move to pages of its own, since prompt pages are shared. A
+prompt over the limit is compacted once, after its last chunk, and its samples fork from the result.
 
-Admission is first in, first out, sample by sample, by worst case, without preemption: a sample is
-admitted when a slot is free and all pages that it could need beyond the shared ones
-(`kv.policy.base.footprint`) are free and not reserved. Only the oldest group can have both admitted
-and waiting samples, and it holds nothing but its prompt, which they need anyway. So one more sample
-always fits when all others have ended: there is no deadlock. A group larger than the cache or than
-`max_batch` is admitted in waves.
+Admission is first in, first out, sample by sample, without preemption: a sample is admitted when a
+slot is free and the pages of its worst case, beyond the shared ones (`kv.policy.base.footprint`),
+are free and not reserved. Only the oldest group can have both admitted and waiting samples, and it
+holds nothing but its prompt. So one more sample always fits when all others have ended: there is no
+deadlock.
 
-Rows that decode wait while a prompt runs, and one short prompt takes as long as several. With
-`gather`, prompts run together, once in so many steps of the rows, or when they fill a step.
+One short prompt takes as long as several. With `gather`, prompts run together, after that many
+decode steps, or when they fill a pass.
 
-Used by one thread. `abort` may come after the plan has run and before its commits, which are then
-ignored. It may not come before the run: it frees the pages that the plan lists.
+One thread uses it. An `abort` between run and commits makes the commits do nothing. Do not abort
+between plan and run: that frees the pages that the plan lists.
 """
 
 from __future__ import annotations
@@ -56,13 +53,11 @@ if TYPE_CHECKING:
 class Scheduler:
     """Admission, planning and commits.
 
-    max_batch: samples admitted at once. max_prefill_tokens: prompt tokens of a pass; a single chunk
-    may exceed it, so that every prompt can run. passes: most passes over prompts between two plans,
-    in which decode rows take one step. prefill_chunk: longest chunk of a prompt, None for whole
-    prompts. lookahead: most steps of decode rows between two plans, when no prompt waits. gather:
-    steps of decode rows before other prompts run. behavior: its last policy span names the weights.
-    decode: token ids to text, for stop strings. evictions: the dropped keys of a slot's sample (slot
-    None: none yet); None where they are not recorded.
+    max_prefill_tokens: of a pass; a single chunk may exceed it. passes: most passes over prompts
+    between two plans, in which decode rows take one step. lookahead: most decode steps between two
+    plans, when no prompt waits. decode: token ids to text, for stop strings. evictions: the dropped
+    keys of a slot's sample (slot None: none yet); None if not recorded. Others as of
+    `NativeEngine`.
     """
 
     def __init__(
@@ -103,15 +98,15 @@ class Scheduler:
         self.decode = decode
         self.evictions = evictions
         self.compile_grammar = compile_grammar
-        self.reserved_pages = 0  # over all sequences; never over pool.num_free
+        self.reserved_pages = 0  # never over pool.num_free
         self._groups: dict[int, LiveGroup] = {}
-        self._waiting: deque[LiveGroup] = deque()  # groups with waiting samples, oldest first
+        self._waiting: deque[LiveGroup] = deque()  # with waiting samples, oldest first
         self._prefilling: deque[LiveGroup] = deque()
         self._running: dict[Sequence, None] = {}
         self._free_slots = list(reversed(range(max_batch)))
-        self._begun: list[int] = []  # slots of the leaders admitted since the last plan
-        self._steps = 0  # of decode rows, since prompts ran
-        self._through: list[LiveGroup] = []  # groups whose prompt has ended since the last plan
+        self._begun: list[int] = []  # slots of leaders admitted since the last plan
+        self._steps = 0  # decode steps since prompts ran
+        self._through: list[LiveGroup] = []  # groups whose prompt ended since the last plan
         self._finished: dict[int, Group] = {}  # by handle, in order of completion
         self._next_handle = 0
         self.replays = Replays()
@@ -138,8 +133,8 @@ class Scheduler:
         return sum(len(group.waiting) for group in self._waiting)
 
     def set_behavior(self, behavior: BehaviorTag) -> None:
-        """Draw tokens as `behavior` says from now on. Pages of another behavior are never served
-        again. ValueError for an empty `behavior.policy`."""
+        """Draw under `behavior` from now on, and serve no pages of another one. ValueError for an
+        empty `behavior.policy`."""
         if not behavior.policy:
             raise ValueError(
                 "behavior.policy: empty; its last span must name the version and digest of the "
@@ -150,7 +145,7 @@ class Scheduler:
         self.salt = behavior_salt(behavior)
         for group in self._groups.values():
             if group.salt != self.salt:
-                group.salt = b""  # a prompt of two behaviors, also if the first returns
+                group.salt = b""  # its pages mix two behaviors
 
     def add(self, request: Request) -> int:
         pages_needed = footprint(
@@ -180,8 +175,7 @@ class Scheduler:
         self._waiting.append(group)
 
     def rewind(self) -> None:
-        """Begin everything in flight again, in order of arrival, with its tokens as drafts
-        (`engine.replay`). For the dense policy."""
+        """Begin everything in flight again, with its tokens as drafts. For the dense policy."""
         assert self.kv.budget is None, f"{self.kv.name}: a draft's pieces would see other keys"
         groups = list(self._groups.values())
         for group in groups:
@@ -205,7 +199,6 @@ class Scheduler:
             self._enqueue(restarted, [drawn(sequence) for sequence in old_group.sequences])
 
     def abort(self, handle: int) -> bool:
-        """End a request's open samples with "abort". Return False if it had ended already."""
         group = self._groups.get(handle)
         if group is None:
             return False
@@ -228,17 +221,15 @@ class Scheduler:
         return drawn_by(samples)
 
     def finished(self, handles: Container[int] | None = None) -> list[tuple[int, Group]]:
-        """Return (handle, group) of completed requests, of `handles` if given, once each and in
-        order of completion."""
+        """Return (handle, group) of completed requests, of `handles` if given, once each, in order
+        of completion."""
         done_handles = [handle for handle in self._finished if handles is None or handle in handles]
         return [(handle, self._finished.pop(handle)) for handle in done_handles]
 
     def plan(self) -> StepPlan:
-        """Compact full caches, admit samples that fit, choose what runs, and allocate pages for the
-        keys that it writes."""
+        """Compact full caches, admit samples, choose what runs, and allocate its pages."""
         compactions = self._compact_all()
         self._admit()
-        # a sample without a token waits for its prompt, which is still running
         drawing = [sequence for sequence in self._running if sequence.token_ids]
         forks, copies = self._fork_all(drawing)
         decodes = [sequence for sequence in drawing if not sequence.draft]
@@ -257,12 +248,10 @@ class Scheduler:
         return StepPlan(compactions, forks, copies, decodes, steps, limits, begun, passes, checks)
 
     def _plan_steps(self, decodes: list[Sequence], is_single_step: bool) -> tuple[int, list[int]]:
-        """Return the steps of decode rows until the next plan, and how many of them each row can
-        take."""
         steps_left = [sequence.until - sequence.position for sequence in decodes]
         steps = 1
         if not is_single_step and not any(map(needs_host, decodes)):
-            # half as many while others wait for rows to end
+            # read tokens more often while others wait for rows to end
             max_steps = max(1, self.lookahead // 2) if self._waiting else self.lookahead
             steps = min(max_steps, max(steps_left, default=1))
         return steps, [min(steps, left) for left in steps_left]
@@ -281,7 +270,7 @@ class Scheduler:
         logprob: float,
         top: list[tuple[int, float]] | None = None,
     ) -> None:
-        """Append a drawn token, and end the sample if it stops here. ValueError for a non-finite
+        """Append a drawn token, and end the sample if it stops. ValueError for a non-finite
         log-prob."""
         if sequence.finish_reason is not None:
             return
@@ -300,7 +289,7 @@ class Scheduler:
         if len(sequence.token_ids) == 1:
             self._start(sequence)
         else:
-            sequence.cached_len += 1  # the key of the previous token, from which this one was drawn
+            sequence.cached_len += 1  # the key of the token before
         if sequence.draft:
             self.replays.follow(sequence)
         stop = stop_reason(sequence, self.decode)
@@ -316,8 +305,7 @@ class Scheduler:
         logprobs: list[float],
         tops: list[list[tuple[int, float]]] | None = None,
     ) -> None:
-        """Commit several drawn tokens of a sample, up to its end or to the first that differs from
-        its draft. Where it cannot end within them, all behind the first are appended at once."""
+        """Commit drawn tokens, up to the sample's end or its first difference from the draft."""
         group = sequence.group
         if sequence.draft:
             token_ids = token_ids[: agreed(sequence, token_ids)]
@@ -328,7 +316,7 @@ class Scheduler:
             or count >= sequence.num_left
             or not set(token_ids).isdisjoint(group.stop_ids)
         )
-        # the first token alone can begin a policy span, or be the sample's first
+        # only the first token can begin a policy span, or be the sample's first
         num_single = count if may_end else 1
         for i in range(num_single):
             self.commit(sequence, token_ids[i], logprobs[i], None if tops is None else tops[i])
@@ -343,7 +331,6 @@ class Scheduler:
             self.replays.follow(sequence)
 
     def _start(self, sequence: Sequence) -> None:
-        """Start to decode: the cache grows by a key a token from here on."""
         group = sequence.group
         if sequence is group.leader:
             self._publish_prompt(group)
@@ -377,17 +364,15 @@ class Scheduler:
             self._running[sequence] = None
 
     def _admit_leader(self, group: LiveGroup) -> bool:
-        """Allocate the prompt's pages, from the prefix cache where possible, and those of its
-        compaction; reserve the leader's own. Return whether they fit: if not, nothing happens."""
         prompt_ids, page_size = group.request.prompt_ids, self.pool.page_size
         page_needs = group.footprint
-        # the last tokens always run, for their logits and the policy: not from the cache
+        # the last tokens always run, for their logits and the policy's state
         max_cached = max(0, len(prompt_ids) - self.kv.window)
         if group.page_keys is None or group.salt != self.salt:
             group.page_keys = page_keys(prompt_ids, page_size, self.salt)
             group.salt = self.salt
         hits = self.pool.match(group.page_keys[: max_cached // page_size])
-        # a page that nobody holds counts as free, and is taken from the free ones as a new page is
+        # a hit that nobody holds counts as free until it is taken
         num_held_hits = sum(self.pool.refcount(page) > 0 for page in hits)
         pages_needed = page_needs.prompt - num_held_hits + page_needs.compacted + page_needs.writer
         if pages_needed > self._available():
@@ -400,7 +385,7 @@ class Scheduler:
         leader.slot = group.state_slot = self._free_slots.pop()
         leader.cached_len = group.num_prefilled
         if page_needs.compacted:
-            # it forks later, from what the compaction leaves; until then it holds the prompt too
+            # it forks from what the compaction leaves, and holds the prompt until then
             self.pool.share(group.prompt_pages)
             leader.pages = list(group.prompt_pages)
             self._reserve(leader, page_needs.writer)
@@ -412,7 +397,7 @@ class Scheduler:
 
     def _admit_sibling(self, sequence: Sequence) -> bool:
         group = sequence.group
-        writes_tail = group.tail_writer is None  # the former one has ended
+        writes_tail = group.tail_writer is None
         pages_needed = group.footprint.writer if writes_tail else group.footprint.sibling
         if pages_needed > self._available():
             return False
@@ -425,9 +410,9 @@ class Scheduler:
     def _fork_all(
         self, rows: list[Sequence]
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Give admitted samples their page tables. Return the copies (source, target) that this
-        needs, of slots and of pages. A prompt's state is also copied for samples that are admitted
-        later, since the leader's slot goes on to change."""
+        """Give admitted samples their page tables. Return the copies (source, target) of slots and
+        of pages. Samples admitted later need a copy of the prompt's state, since the leader's slot
+        changes."""
         slot_copies: list[tuple[int, int]] = []
         page_copies: list[tuple[int, int]] = []
         for sequence in rows:
@@ -436,7 +421,7 @@ class Scheduler:
             page_copies += self._fork(sequence)
             if sequence.slot != sequence.group.state_slot:
                 slot_copies.append((sequence.group.state_slot, sequence.slot))
-        kept_slot = prompt_slot(self.max_batch)  # one group at most has waiting samples here
+        kept_slot = prompt_slot(self.max_batch)  # only one group can have waiting samples here
         for group in self._through:
             if group.waiting:
                 slot_copies.append((group.state_slot, kept_slot))
@@ -445,8 +430,6 @@ class Scheduler:
         return slot_copies, page_copies
 
     def _fork(self, sequence: Sequence) -> list[tuple[int, int]]:
-        """Give an admitted sample its page table, and return the page copies (source, target) that
-        it needs. The tail's writer shares all pages of the prompt; others copy the tail."""
         group = sequence.group
         if group.tail_writer is None:
             group.tail_writer = sequence
@@ -486,8 +469,8 @@ class Scheduler:
     # -- compaction --------------------------------------------------------------------------------
 
     def _compact_all(self) -> list[Compaction]:
-        """Compact finished prompts and full samples. Pages are freed after all targets have been
-        allocated, so no target is another one's source."""
+        """Compact finished prompts and full samples. Pages are freed after all allocations, so no
+        target is another one's source."""
         if self.kv.budget is None:
             return []
         compactions: list[Compaction] = []
@@ -502,8 +485,8 @@ class Scheduler:
         return compactions
 
     def _compact_prompt(self, group: LiveGroup, unused_pages: list[int]) -> Compaction:
-        """Compact a group's prompt, before any sample has forked. unused_pages: receives the
-        prompt's pages, once for the group and once for its leader."""
+        """Compact a prompt before any sample has forked. unused_pages: receives its pages twice,
+        for group and leader."""
         length = len(group.request.prompt_ids)
         compaction = Compaction(
             group.state_slot,
@@ -519,8 +502,6 @@ class Scheduler:
         return compaction
 
     def _compact(self, sequence: Sequence, unused_pages: list[int]) -> Compaction:
-        """Compact a sample into the first of its own pages, and into new ones if these are too few:
-        shared pages are never written. unused_pages: receives the pages that are to be freed."""
         num_cached = sequence.cached_len
         pages = sequence.pages
         num_kept = self.kv.kept(num_cached)
@@ -546,8 +527,6 @@ class Scheduler:
     # -- prefill -----------------------------------------------------------------------------------
 
     def _prompts_are_due(self) -> bool:
-        """Return whether prompts run now: `gather` steps have passed, one has begun, or they fill a
-        pass."""
         if self._steps >= self.gather or any(group.num_prefilled for group in self._prefilling):
             return True
         tokens = sum(len(group.request.prompt_ids) for group in self._prefilling)
@@ -568,12 +547,12 @@ class Scheduler:
         sequence.finish_reason = reason
         sequence.stop_reason = stop
         if self.evictions is not None:
-            # before its second token its slot may hold an earlier sample's evictions
+            # before its second token the slot may hold an earlier sample's evictions
             has_decoded = len(sequence.token_ids) > 1
             sequence.evictions = self.evictions(sequence.slot if has_decoded else None)
         give_up(self.pool, sequence, self.salt)
         if not sequence.forked:
-            self._forked(sequence)  # it will not fork: one sample fewer needs the prompt's pages
+            self._forked(sequence)
         self._reserve(sequence, 0)
         if sequence in self._running:
             del self._running[sequence]

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Sequence:
-    """One sample while it is generated. Position t counts from the first prompt token; a policy may
-    have dropped keys, so `cached_len` is not the position."""
+    """One sample while it is generated. A policy may drop keys, so `cached_len` is not the
+    position."""
 
     group: LiveGroup = field(repr=False)
     sample: int
@@ -25,21 +25,20 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] | None = None
     spans: list[PolicySpan] = field(default_factory=list)
-    # of a replay: the tokens drawn under earlier weights. Empty once its own tokens differ from the
-    # draft or reach its end (`engine.replay`)
+    # tokens of earlier weights (`engine.replay`), until its own tokens differ or reach their end
     draft: list[int] = field(default_factory=list)
     slot: int = -1
-    pages: list[int] = field(default_factory=list)  # its page table, in order of keys
+    pages: list[int] = field(default_factory=list)  # in order of keys
     num_shared: int = 0  # pages at the table's front that came with the prompt: never edited
     forked: bool = False  # has its page table
     cached_len: int = 0
-    num_compactions: int = 0  # each one replaces its page table
-    until: int = 0  # the position at which it has ended or must be compacted
-    reserved_pages: int = 0  # reserved for it and not yet allocated
+    num_compactions: int = 0  # each one replaces the page table
+    until: int = 0  # where it has ended or must be compacted
+    reserved_pages: int = 0  # and not yet allocated
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     behavior: BehaviorTag | None = None
-    evictions: Evictions | None = None  # set at its end
+    evictions: Evictions | None = None
 
     @property
     def request(self) -> Request:
@@ -51,7 +50,7 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Prompt and drawn tokens: the position of the next token, the noise counter."""
+        """The position of the next token, its noise counter."""
         return len(self.prompt_ids) + len(self.token_ids)
 
     @property
@@ -79,16 +78,16 @@ class LiveGroup:
     waiting: deque[Sequence] = field(default_factory=deque)
     # held from admission until the last sample has forked
     prompt_pages: list[int] = field(default_factory=list)
-    # targets of the prompt's compaction, which become its prompt_pages
+    # targets of the prompt's compaction, which become prompt_pages
     compacted_pages: list[int] = field(default_factory=list)
     state_slot: int = -1  # of the policy's state after the prompt
-    num_unforked: int = 0  # samples that have no page table yet and have not ended
-    # prompt positions given to a prefill chunk (or served by the prefix cache)
+    num_unforked: int = 0  # samples without a page table that have not ended
+    # prompt positions run, or served by the prefix cache
     num_prefilled: int = 0
     num_open: int = 0
     tail_writer: Sequence | None = None
-    salt: bytes = b""  # the prefix cache's salt when the prompt was admitted
-    page_keys: list[bytes] | None = None  # of its full prompt pages under that salt
+    salt: bytes = b""  # of the prefix cache at admission
+    page_keys: list[bytes] | None = None  # of full prompt pages under that salt
 
     @property
     def leader(self) -> Sequence:
@@ -97,19 +96,17 @@ class LiveGroup:
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Prompt tokens [start, stop) to run, with K/V in the leader's pages. All of `samples` draw from
-    the last hidden state."""
+    """Prompt tokens [start, stop) to run, with K/V in the leader's pages."""
 
     sequence: Sequence  # the group's leader
     start: int
     stop: int
-    samples: tuple[Sequence, ...]  # the group's, of the prompt's last chunk; else none
+    samples: tuple[Sequence, ...]  # those that draw after the last chunk; else none
 
 
 @dataclass(frozen=True)
 class Check:
-    """The last token of a sample and the next ones of its draft, together `ids`, to run with a draw
-    behind each."""
+    """The last token of a sample and the next ones of its draft, with a draw behind each."""
 
     sequence: Sequence
     ids: list[int]
@@ -157,7 +154,7 @@ class DrawnPosition:
 
 
 def banned_ids(s: Sequence | DrawnPosition) -> tuple[int, ...]:
-    """Return the ids that would end a sample before `min_tokens` tokens."""
+    """Return the ids that would end a sample before its `min_tokens` are drawn."""
     drawn = s.length - len(s.prompt_ids)
     return s.group.stop_ids if drawn < s.request.min_tokens else ()
 
@@ -170,11 +167,10 @@ def places_of(check: Check) -> list[DrawnPosition]:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step's work, in order.
+    """The work of one step, in order.
 
-    No page is both a source and a target of `copies`. Decode rows take up to `steps` steps before
-    the next plan, each at most its number in `limits`, for which it has pages; its later draws are
-    ignored. The passes over prompts run one after the other; checks run in the first.
+    No page is both a source and a target of `copies`. Each decode row has pages for its number in
+    `limits`; later draws are ignored. The first pass also runs the checks.
     """
 
     compactions: list[Compaction]
@@ -185,7 +181,7 @@ class StepPlan:
     limits: list[int]
     begun: list[int]  # slots in which a prompt begins
     passes: list[list[PrefillChunk]]
-    checks: list[Check]  # of drafts
+    checks: list[Check]
 
     @property
     def prefills(self) -> list[PrefillChunk]:

@@ -1,4 +1,4 @@
-"""The end of a sample at a stop id or at a stop string in its text."""
+"""The end of a sample at a stop id or stop string."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ from lowroll.engine.sequence import Sequence
 
 
 def stop_reason(sequence: Sequence, decode: Callable[[list[int]], str] | None) -> int | str | None:
-    """Return the stop id or stop string that the last token completed, if any. decode: token ids to
-    text, for stop strings.
-
-    No stop lies within the first `min_tokens` tokens: ids are banned there, and text is matched
-    behind them.
-    """
+    """Return the stop id or stop string that the last token completed, if any. No stop lies within
+    the first `min_tokens` tokens."""
     request = sequence.request
     if len(sequence.token_ids) <= request.min_tokens:
         return None
@@ -30,9 +26,9 @@ def stop_reason(sequence: Sequence, decode: Callable[[list[int]], str] | None) -
 def _decode_tail(
     decode: Callable[[list[int]], str], token_ids: list[int], start: int, num_chars: int
 ) -> str:
-    """Return the end of the text of token_ids[start:], its last `num_chars` characters as if all of
-    it had been decoded. Decoding from the middle can spoil the first characters (a split UTF-8
-    sequence, a stripped space): hence the 4."""
+    """Return the last `num_chars` characters of the text of token_ids[start:]. Decoding from the
+    middle can spoil the first characters (a split UTF-8 sequence, a stripped space): hence the 4.
+    """
     window = num_chars + 4
     while True:
         first_token = max(start, len(token_ids) - window)

@@ -1,1 +1,1 @@
-"""Training one model with several processes: communication and sharding, applied from outside."""
+"""Training one model with several processes: communication and sharding."""

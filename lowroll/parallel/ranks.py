@@ -1,14 +1,7 @@
-"""Learner ranks: processes that train one model together.
+"""Learner ranks: processes that train one model together (docs/architecture.md).
 
-Every rank has the whole batch, runs its share of the passes, and gathers the results of all, from
-which it computes the same counts, metrics and refusals.
-
-    Ranks        one process alone: exactly the plain path
-    RankGroup    n processes, each with the whole model (plain data parallel)
-    parallel.sharding.Sharded     n processes, each with a part of it (FSDP2)
-
-Values are sent as tensors of known sizes, never as pickles. A rank notes its position in the store
-before each wait, so that an error names the missing ones.
+Values are sent as tensors, never as pickles. A rank notes its position in the store before each
+wait, so that an error names the missing ones.
 """
 
 from __future__ import annotations
@@ -35,18 +28,18 @@ if TYPE_CHECKING:
 PerToken = dict[int, Tensor]  # sample index -> float32 [tokens of its response], detached
 
 BUCKET = 64 << 20  # entries of gradients sent at once
-ROLL_CALL_S = 2.0  # after a failure: a rank that has not failed within this time counts as missing
+ROLL_CALL_S = 2.0  # a rank that has not failed so long after a failure is missing
 IFREQ = 40  # bytes of Linux' struct ifreq
 SIOCGIFADDR = 0x8915
 
 
 class RankLost(TransportError):
-    """A rank that disappeared while the others waited for it; the message names it."""
+    """A rank that disappeared while the others waited for it."""
 
 
 def rows_of(rank: int, size: int, height: int) -> slice:
-    """Return a rank's rows of a matrix (entries of a vector): equal shares from the first rank on,
-    so that the last ones may have fewer, or none."""
+    """Return a rank's rows of a matrix (entries of a vector): equal shares from the first rank on;
+    the last ones may have fewer, or none."""
     rows_per_rank = -(-height // size)
     return slice(min(rank * rows_per_rank, height), min((rank + 1) * rows_per_rank, height))
 
@@ -70,7 +63,7 @@ class Ranks:
 
     def gather(self, values: Sequence[PerToken], sizes: dict[int, int]) -> list[PerToken]:
         """Return the values of all ranks: for each kind, those of all samples of `sizes` (sample ->
-        tokens), each of which was in one rank's passes."""
+        tokens), each from one rank."""
         return list(values)
 
     def add(self, gradients: Sequence[Tensor]) -> None:
@@ -81,7 +74,7 @@ class Ranks:
         return squares
 
     def shard(self, model: Transformer) -> Transformer:
-        """Keep this rank's shards of a whole model; returns it."""
+        """Keep this rank's shards of a whole model, and return it."""
         return model
 
     def mirror(self, model: Transformer, device: torch.device | str = "cpu") -> Transformer | None:
@@ -109,19 +102,19 @@ class Ranks:
         return whole[:]
 
     def dtype(self, p: Tensor) -> torch.dtype:
-        """Return the dtype in which passes read a parameter: what a float32 shard is rounded to."""
+        """Return the dtype in which passes read a parameter."""
         return p.dtype
 
     def on_whole(
         self, work: Callable[[int, Tensor], Tensor], parts: Sequence[Tensor], heights: Sequence[int]
     ) -> list[Tensor]:
         """Call work(i, whole) on sharded matrices [heights[i], K], at most one a rank, and return
-        this rank's shards of the results, which have the same shapes."""
+        this rank's shards of the results, of the same shapes."""
         return [work(i, whole) for i, whole in enumerate(parts)]
 
     def tell(self, data: bytes | None = None, wait_s: float | None = None) -> bytes:
         """Send data from the leading rank, and return it on every rank. The others wait `wait_s`
-        for it to begin, by default the group's deadline."""
+        for it to begin, by default the deadline."""
         assert data is not None
         return data
 
@@ -136,12 +129,13 @@ ALONE = Ranks()
 
 
 class RankGroup(Ranks):
-    """This process among `size`, which meet at tcp://host:port.
+    """This process among `size` with the whole model (plain data parallel), which meet at
+    tcp://host:port.
 
     host: the leading rank's IPv4 address or name; its store listens there alone, and so do gloo and
     NCCL where the address is this machine's (unless GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are
-    set). device: of the model; host tensors use gloo, CUDA tensors NCCL. deadline_s: for every wait. DeadlineExceeded
-    and RankLost name the missing ranks.
+    set). Host tensors use gloo, CUDA tensors NCCL. deadline_s: for every wait. Raises
+    DeadlineExceeded, RankLost.
     """
 
     def __init__(
@@ -187,7 +181,7 @@ class RankGroup(Ranks):
         return [*sorted(own_passes)]
 
     def _deal_rounds(self, passes: Sequence[int]) -> list[int | None]:
-        """Return this rank's pass of each round of `size` passes; None where the last round has too
+        """Return this rank's pass of each round of `size` passes, None where the last round has too
         few. Every other round is dealt from the last rank on: none always gets the costliest."""
         own_passes: list[int | None] = []
         for start in range(0, len(passes), self.size):
@@ -199,7 +193,7 @@ class RankGroup(Ranks):
     def gather(self, values: Sequence[PerToken], sizes: dict[int, int]) -> list[PerToken]:
         # bits are summed as integers, and all ranks but one have zeros: values arrive exact
         lengths = list(sizes.values())
-        flat = torch.zeros(len(values), sum(lengths))  # one line a kind, all samples behind another
+        flat = torch.zeros(len(values), sum(lengths))  # one row a kind, samples concatenated
         for own_values, row in zip(values, flat, strict=True):
             for sample, sample_row in zip(sizes, row.split(lengths), strict=True):
                 if sample in own_values:
@@ -220,8 +214,6 @@ class RankGroup(Ranks):
                 gradient.copy_(piece.view_as(gradient))
 
     def tell(self, data: bytes | None = None, wait_s: float | None = None) -> bytes:
-        """Send data from the leading rank, and return it on every rank. The store has its length
-        under a key for each call, which the others wait for; the bytes come by broadcast."""
         # the others wait for the length in the store; the bytes come by broadcast
         self._told += 1
         key = f"told/{self._told}"
@@ -256,8 +248,6 @@ class RankGroup(Ranks):
 
     @contextmanager
     def _together(self, what: str) -> Iterator[None]:
-        """Wait for all ranks inside the block, and convert torch's errors to one that names missing
-        ranks."""
         start_time = time.monotonic()
         try:
             self._store.set(f"at/{self.rank}", what)
@@ -271,8 +261,7 @@ class RankGroup(Ranks):
 
     def _failure(self, what: str, error: RuntimeError, waited_s: float) -> TransportError:
         """Return an error that names the missing ranks: those that have not noted within
-        ROLL_CALL_S that they failed at the same wait. DeadlineExceeded after a wait of about the
-        deadline, else RankLost."""
+        ROLL_CALL_S that they failed at the same wait."""
         first_line = str(error).strip().partition("\n")[0]
         self._store.set_timeout(timedelta(seconds=ROLL_CALL_S))
         try:
@@ -280,9 +269,9 @@ class RankGroup(Ranks):
             with suppress(DeadlineExceeded):
                 wait_until(lambda: not self._absent("failed"), "the others", ROLL_CALL_S)
             absent_ranks = self._names(self._absent("failed"))
-            # the store ends with the leading rank: it stays to answer the others
+            # the store ends with the leading rank, which stays to answer the others
             time.sleep(ROLL_CALL_S / 2 if self.leads else 0)
-        except RuntimeError:  # the store does not answer
+        except RuntimeError:  # the store is gone
             absent_ranks = "rank 0, at which all meet"
         lost_ranks = absent_ranks or "a rank (all failed alike)"
         if waited_s >= 0.9 * self.deadline_s:
@@ -292,7 +281,6 @@ class RankGroup(Ranks):
         return RankLost(f"{lost_ranks} went away; rank {self.rank} is at {what} ({first_line})")
 
     def _absent(self, word: str) -> list[int]:
-        """Return the ranks that have not written this key to the store."""
         return [r for r in range(self.size) if not self._store.check([f"{word}/{r}"])]
 
     def _names(self, ranks: Sequence[int]) -> str:
@@ -322,7 +310,6 @@ def gradient_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _open_store(host: str, port: int, leads: bool, deadline_s: float) -> Any:
-    """Return the store: on the leading rank, at this address alone; else a connection to it."""
     if leads:
         try:
             listening = socket.create_server((host, port), backlog=1024)
@@ -336,7 +323,6 @@ def _open_store(host: str, port: int, leads: bool, deadline_s: float) -> Any:
 
 
 def _has_torchrun_store() -> bool:
-    """Return whether torchrun's agent has the store at the ranks' address."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
@@ -360,7 +346,6 @@ def _bind_to_interface(host: str) -> None:
 
 
 def _interface_address(probe: socket.socket, interface: str) -> bytes:
-    """Return an interface's IPv4 address; b"" without one, or outside Linux."""
     try:
         request = interface.encode().ljust(IFREQ, b"\0")
         return fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24]

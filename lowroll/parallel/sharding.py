@@ -3,11 +3,11 @@
 A pass gathers a block's weights before it runs and frees them after it; gradients are reduced in
 float32 to the shards. So every pass needs all ranks (`lockstep`).
 
-    learning weights   float32 shards are the masters; passes read them rounded to the model's dtype, as on one rank
-    frozen weights     parts in the model's dtype: a reference, a teacher, the base of an adapter
-    adapters           whole on every rank, as plain data parallel: they are small
+    learning weights   float32 shards are the masters, which passes read in the model's dtype
+    frozen weights     shards in the model's dtype: a reference, a teacher, the base of an adapter
+    adapters           whole on every rank: they are small
     corrections        of routers: whole on every rank, in float32
-    codes              of aligned forwards and transposes: whole on every rank, renewed by block from gathered weights
+    codes              of aligned forwards and transposes: whole on every rank, renewed by block
 
 The model's own parameters (embedding, norm, lm_head) stay gathered from a pass to the update, since
 log-probs read lm_head outside of the model's call; `forget` drops them before the next pass.
@@ -38,10 +38,10 @@ PLACE = 256  # bytes: alignment within a piece
 
 
 class Sharded(RankGroup):
-    """This process in a group that shards a model. Arguments as for `RankGroup`.
+    """This process in a group that shards a model.
 
     Shards are on the ranks' device; a model on the host is moved by block. Scale, align and adapt a
-    model first. `shard` raises ValueError for low-bit weights, before anything changes.
+    model first.
     """
 
     lockstep = True
@@ -63,17 +63,16 @@ class Sharded(RankGroup):
 
     @cached_property
     def _named(self) -> set[Linear]:
-        """Layers whose matrix was a QTensor of a dense format."""
         return set()
 
     def shard(self, model: Transformer) -> Transformer:
-        """Replace the model's parameters by this rank's shards of them, and return it. ValueError
-        for low-bit weights, before anything changes."""
+        """Replace the model's parameters by this rank's shards. ValueError for low-bit weights,
+        before anything changes."""
         _check_not_low_bit(model)
         dtype = model.dtype
         self._unwrap_dense(model)
         whole_parameters = self._keep_whole(model)
-        # blocks first: the model itself then takes what is left
+        # the model itself then takes what is left
         for module in (*model.blocks, model):
             learning_parameters = []
             for p in module.parameters():
@@ -96,7 +95,6 @@ class Sharded(RankGroup):
         return model
 
     def _unwrap_dense(self, model: Transformer) -> None:
-        """Replace the QTensors of dense formats by plain parameters, and note their layers."""
         for _, linear in model.linears():
             if isinstance(linear.weight, QTensor):
                 matrix = linear.weight.tensors["weight"]
@@ -104,7 +102,6 @@ class Sharded(RankGroup):
                 self._named.add(linear)
 
     def _keep_whole(self, model: Transformer) -> set[nn.Parameter]:
-        """Move adapters and routers' corrections, which are not sharded, to the ranks' device."""
         whole_parameters: set[nn.Parameter] = set()
         for _, linear in model.linears():
             if linear.adapter is not None:
@@ -145,7 +142,7 @@ class Sharded(RankGroup):
         self, work: Callable[[int, Tensor], Tensor], parts: Sequence[Tensor], heights: Sequence[int]
     ) -> list[Tensor]:
         """Give matrix i to rank i, in pieces from all ranks; it comes back in pieces."""
-        # entries that this rank exchanges with each rank: of its shards, and of its own matrix
+        # entries exchanged with each rank: of this rank's shards, and of its own matrix
         shard_sizes = [part.numel() for part in parts] + [0] * (self.size - len(parts))
         piece_sizes = [0] * self.size
         has_matrix = self.rank < len(parts)
@@ -166,8 +163,8 @@ class Sharded(RankGroup):
         return [result.view_as(part) for result, part in zip(results, parts, strict=True)]
 
     def mirror(self, model: Transformer, device: torch.device | str = "cpu") -> Transformer | None:
-        """Return the whole model, frozen, on the leading rank; None on the others. Adapters and
-        aligned codes, which are whole already, are shared."""
+        """Return the whole model, frozen; None on other ranks. Adapters and aligned codes are
+        shared."""
         whole_model = None
         if self.leads:
             dtype = self.dtype(next(model.parameters()))
@@ -184,7 +181,6 @@ class Sharded(RankGroup):
         return whole_model
 
     def _name(self, mirror: Transformer, model: Transformer) -> None:
-        """Make the mirror's weights QTensors where the model's were before it was sharded."""
         for (_, mirror_linear), (_, linear) in zip(mirror.linears(), model.linears(), strict=True):
             if linear in self._named and isinstance(mirror_linear.weight, Tensor):
                 qtensor = over(mirror_linear.weight)
@@ -192,15 +188,13 @@ class Sharded(RankGroup):
                 _set_weight(mirror_linear, qtensor)
 
     def refill(self, mirror: Transformer | None, model: Transformer) -> None:
-        """Copy the weights that learn into a mirror again, block by block."""
         self._copy(mirror, model, [module for module in (*model.blocks, model) if _learns(module)])
 
     @torch.no_grad()
     def _copy(
         self, mirror: Transformer | None, model: Transformer, modules: list[nn.Module]
     ) -> None:
-        """Gather the modules (blocks, and the model itself) one after the other on all ranks, and
-        copy their parameters into the mirror on the rank that has one."""
+        """Gather the modules in turn on all ranks, and copy their parameters into the mirror."""
         self.forget()
         targets = {} if mirror is None else dict(mirror.named_parameters())
         for module in modules:
@@ -210,7 +204,7 @@ class Sharded(RankGroup):
                     target = targets.get(prefix + name)
                     # a DTensor is not gathered: it belongs to a block inside the model
                     is_gathered = not isinstance(parameter, DTensor)
-                    # adapters are the same parameters in the mirror
+                    # the mirror shares adapters
                     if target is not None and is_gathered and target is not parameter:
                         target.copy_(parameter, non_blocking=True)
         if self.device.type == "cuda":
@@ -239,7 +233,6 @@ def rounded(found: Sequence[tuple[int, list[int]]]) -> int:
 
 
 def _lay_out(sizes: Sequence[int], most: int) -> list[tuple[int, list[int]]]:
-    """Return pieces of at most `most` bytes, except for larger buffers."""
     layout: list[tuple[int, list[int]]] = []
     for size in sizes:
         if not layout or layout[-1][0] + size > most:
@@ -260,7 +253,6 @@ def pin(parameters: Sequence[nn.Parameter], pinned: bool = True) -> None:
 
 @contextmanager
 def _gathered(module: nn.Module) -> Iterator[None]:
-    """Gather a module's own parameters inside the block, in the dtype of passes."""
     assert isinstance(module, FSDPModule)
     module.unshard()
     try:
@@ -270,7 +262,6 @@ def _gathered(module: nn.Module) -> Iterator[None]:
 
 
 def _set_weight(linear: Linear, weight: QTensor | nn.Parameter) -> None:
-    """Set the same matrix in another form; the codes beside it stay."""
     codes = linear.aligned, linear.transposed
     linear.set_weight(weight)
     linear.aligned, linear.transposed = codes

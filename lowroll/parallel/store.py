@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 def tcp_store(host: str, port: int, listening: socket.socket | None, deadline_s: float) -> Any:
     """Return the store on a listening socket, which it takes over (torch's own would listen at all
-    addresses); without a socket, a client of the store at host:port. deadline_s: of each
-    request."""
+    addresses); without a socket, a client of the store at host:port. deadline_s: of each request.
+    """
     timeout = timedelta(seconds=deadline_s)
     if listening is None:
         return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)

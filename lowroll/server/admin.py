@@ -1,4 +1,4 @@
-"""The control routes, for the admin."""
+"""The admin's control routes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def is_paused(request: web.Request) -> web.Response:
 
 
 async def abort(request: web.Request) -> web.Response:
-    """`POST /abort`: end every request; each is answered with the tokens drawn so far."""
+    """`POST /abort`: end every request, with the tokens drawn so far."""
     return web.json_response({"aborted": await request.app[STATE].engine.abort_all()})
 
 
@@ -53,7 +53,7 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 
 
 async def weights(request: web.Request) -> web.Response:
-    """`GET /weights`: return the current weights, and the available versions."""
+    """`GET /weights`: return the current and the available versions."""
     store = request.app[WEIGHTS]
     health = await request.app[STATE].engine.health()
     available = await asyncio.to_thread(store.versions)
@@ -62,13 +62,9 @@ async def weights(request: web.Request) -> web.Response:
 
 
 async def update_weights(request: web.Request) -> web.Response:
-    """`POST /weights {"version": "step_7"}`: draw from these weights from the next step on.
-    Requests in flight go on, or are replayed (`engine.base.InFlight`).
-
-    Refused before anything has changed: with 404 an unknown version; with 409 one that does not fit
-    or while another one is taken, a replay by an engine without it, and a replay of a stream, whose
-    tokens cannot be taken back.
-    """
+    """`POST /weights {"version": "step_7"}`: draw from these weights from the next step on. Refused
+    before any change (docs/server.md), as is a replay of a stream, whose tokens cannot be taken
+    back."""
     body = await read_body(request, WeightsRequest)
     version, in_flight = body.version, body.in_flight
     if in_flight == "replay" and not request.app[STATE].capabilities.replays:
@@ -80,12 +76,11 @@ async def update_weights(request: web.Request) -> web.Response:
 
 
 async def _update(app: web.Application, version: str, in_flight: InFlight) -> dict[str, Any]:
-    """Take a version, and return the answer."""
     began_at = time.monotonic()
     try:
         try:
             weight_version, behavior = await _take_version(app, version, in_flight)
-        except Gap:  # it missed what the version changes
+        except Gap:  # the engine missed a version
             weight_version, behavior = await _take_version(app, version, in_flight, gap=True)
     except Refused:
         raise
@@ -101,8 +96,8 @@ async def _update(app: web.Application, version: str, in_flight: InFlight) -> di
 async def _take_version(
     app: web.Application, version: str, in_flight: InFlight, gap: bool = False
 ) -> tuple[WeightVersion, BehaviorTag]:
-    """Have the engine take a version. Return it and the tag of the next request. gap: read from a
-    complete version on. ValueError as of `Engine.update_weights`."""
+    """Have the engine take a version. Return it and the next tag. gap: read from a complete version
+    on."""
     state, store = app[STATE], app[WEIGHTS]
     behavior = (await state.engine.health()).behavior
     weight_version, updates = await _read_version(app, version, behavior, gap)
@@ -126,7 +121,6 @@ async def _take_version(
 async def _read_version(
     app: web.Application, version: str, behavior: BehaviorTag, gap: bool
 ) -> tuple[WeightVersion, VersionUpdates]:
-    """Return what `WeightStore.load` does. EngineStalled when it takes too long."""
     state, newest = app[STATE], behavior.policy[-1].version
     limit_s = state.limits.update_s
     try:

@@ -1,10 +1,8 @@
 """The application: routes, access, sockets, signals and shutdown.
 
-    app = make_app(state, Credentials(), None)
-
-Each route needs no token (`open`), the token where there is one (`token`), or the admin's
-(`admin`). At a signal nothing new is accepted, and requests in flight have `grace_s`; at a second
-one they end with what they have drawn.
+A route is `open`, or needs the token if there is one (`token`), or the admin's (`admin`). After a
+signal the server accepts nothing, and requests in flight have `grace_s`; a second signal aborts
+them.
 """
 
 from __future__ import annotations
@@ -42,10 +40,10 @@ from lowroll.server.weight_store import WeightStore
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-ECHO_S = 1.0  # a second signal within it is none: terminals and wrappers often send two
-LAST_S = 5.0  # grace for the answers of aborted requests
+ECHO_S = 1.0  # a second signal within it is ignored: terminals and wrappers often send two
+LAST_S = 5.0  # for the answers of aborted requests
 BACKLOG = 512
-THREADS = 4  # threads that encode texts and read weights
+THREADS = 4
 
 
 async def health(request: web.Request) -> web.Response:
@@ -64,7 +62,7 @@ async def health(request: web.Request) -> web.Response:
 async def metrics(request: web.Request) -> web.Response:
     state = request.app[STATE]
     engine_health: EngineHealth | None = None
-    with suppress(EngineStalled):  # lowroll_engine_up says it
+    with suppress(EngineStalled):  # lowroll_engine_up reports it
         engine_health = await state.engine.health(state.limits.health_s)
     body = state.engine.metrics.render(engine_health)
     return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4"})
@@ -106,11 +104,11 @@ def make_app(
     *,
     loopback: bool = True,
 ) -> web.Application:
-    """Return the server's application. It has control routes if the admin has a token, and
-    `/weights` if there is also a weight store.
+    """Return the application. It has control routes if the admin has a token, and `/weights` if
+    there is also a weight store.
 
-    loopback: clients must call the server by a name of this machine; without it and a token,
-    ValueError.
+    loopback: clients must call the server by a name of this machine. ValueError without it and a
+    token.
     """
     if not loopback and not credentials.token:
         raise ValueError("token: an address that others can reach needs one")
@@ -124,7 +122,7 @@ def make_app(
     if weights is not None:
         app[admin.WEIGHTS], app[admin.UPDATING] = weights, asyncio.Lock()
     for (method, path), (_, handler) in routes.items():
-        # a name may be a hub id, with a slash
+        # a hub id has a slash
         app.router.add_route(method, path.replace("{name}", "{name:.+}"), handler)
     app.on_response_prepare.append(mark)
     app.on_cleanup.append(_end_workers)
@@ -167,10 +165,10 @@ async def run(
     ready: Callable[[], None],
     grace_s: float = 20.0,
 ) -> int:
-    """Serve until a signal comes, and return its number. ready: called once requests are
-    accepted."""
+    """Serve until a signal comes, and return its number. ready: called once requests
+    are accepted."""
     engine = app[STATE].engine
-    # every thread keeps the memory of the largest text that it has encoded
+    # each thread keeps the memory of the largest text that it has encoded
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "texts"))
     runner = make_runner(app)
     await runner.setup()
@@ -184,7 +182,7 @@ async def run(
             log.warning("%s: ending", signal.Signals(signal_number).name)
             settle_task = asyncio.ensure_future(engine.settle(grace_s))
             await asyncio.wait({settle_task, second_signal}, return_when=asyncio.FIRST_COMPLETED)
-            settle_task.cancel()  # after a second signal, what is open is aborted
+            settle_task.cancel()
         finally:
             await asyncio.to_thread(engine.stop)
             await runner.cleanup()
@@ -194,7 +192,7 @@ async def run(
 def make_runner(app: web.Application) -> web.AppRunner:
     """Return aiohttp's server with settings for untrusted clients."""
     quiet_log = logging.getLogger(f"{__name__}.http")
-    # clients that send no HTTP would fill the log with tracebacks
+    # clients that send no HTTP would fill the log
     quiet_log.setLevel(logging.CRITICAL)
     return web.AppRunner(
         app,
@@ -203,7 +201,7 @@ def make_runner(app: web.Application) -> web.AppRunner:
         handler_cancellation=True,  # a dropped connection ends its request
         auto_decompress=False,  # no decompression bombs
         keepalive_timeout=75.0,
-        lingering_time=1.0,  # for the rest of a body that is not read
+        lingering_time=1.0,  # for the rest of an unread body
         shutdown_timeout=LAST_S,
     )
 
@@ -218,7 +216,7 @@ async def listen(
     event_loop = asyncio.get_running_loop()
     max_files = raise_file_limit()
     max_connections = max(1, min(limits.connections, max_files // 2))
-    # the number that are accepted before the first is counted
+    # accepted before the first is counted
     backlog = max(1, min(BACKLOG, max_files // 8))
     event_loop.set_exception_handler(_FileShortageHandler())
 
@@ -231,13 +229,12 @@ async def listen(
 
     try:
         return await event_loop.create_server(connection, sock=listening, backlog=backlog)
-    except OSError as error:  # a socket that does not listen yet blocks no client
+    except OSError as error:  # a socket that does not listen blocks no client
         raise _address_error(listening.getsockname(), error) from None
 
 
 class _Connection(web.RequestHandler):
-    """A connection that is dropped when its client reads nothing for `patience_s`. Invalid HTTP
-    gets the same errors as others."""
+    """A connection that is dropped when its client reads nothing for `patience_s`."""
 
     __slots__ = ("patience_s", "silent", "unread")
 
@@ -248,7 +245,7 @@ class _Connection(web.RequestHandler):
         patience_s: float,
         silent: dict[web.RequestHandler, asyncio.TimerHandle],
     ) -> None:
-        # aiohttp makes its own kind of connection, with these options and tracebacks in debug mode
+        # aiohttp's arguments, without tracebacks in debug mode
         super().__init__(server, loop=events, **server._kwargs | {"debug": False})
         self.patience_s = patience_s
         self.silent = silent
@@ -275,7 +272,6 @@ class _Connection(web.RequestHandler):
             self.unread = None
 
     def drop(self) -> None:
-        """Close the connection at once."""
         if self.transport is not None:
             self.transport.abort()
 
@@ -302,8 +298,6 @@ class _RefusedConnection(asyncio.Protocol):
 
 
 class _FileShortageHandler:
-    """A handler that logs a shortage of files once."""
-
     def __init__(self) -> None:
         self.told = False
 
@@ -318,8 +312,7 @@ class _FileShortageHandler:
 
 @contextmanager
 def catch_signals() -> Iterator[tuple[asyncio.Future[int], asyncio.Future[int]]]:
-    """Yield futures of the numbers of the first and the second signal. An ignored signal (nohup)
-    stays ignored."""
+    """Yield futures of the first and the second signal. An ignored signal (nohup) stays ignored."""
     loop = asyncio.get_running_loop()
     first, second = loop.create_future(), loop.create_future()
     first_at = 0.0

@@ -1,10 +1,7 @@
-"""The iterations of the engine's thread, the only one that calls the engine, and the requests in
-flight.
+"""The engine's thread, the only one that calls the engine, and the requests in flight.
 
-Each iteration runs the posted jobs, then one step. First tokens are sent to their event loop at
-once. Other updates wait until the device works on the next step, because the event loop would take
-Python's lock from the thread before. Updates for a slow reader are merged. A step that raises answers
-its requests with `EngineFailed`.
+Each iteration runs the posted jobs, then one step. First tokens are sent at once. Other updates
+wait until the device works on the next step, because the event loop would take the GIL before.
 """
 
 from __future__ import annotations
@@ -27,8 +24,8 @@ from lowroll.types import FinishReason, Group, Request, Rollout
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-UPDATES_SENT_AT_ONCE = 8  # requests; sending the updates of so few delays the thread little
-JOBS_S = 0.02  # seconds for posted jobs in an iteration, before requests in flight go on
+UPDATES_SENT_AT_ONCE = 8  # requests; so few delay the thread little
+JOBS_S = 0.02  # seconds of jobs in an iteration with requests in flight
 
 
 class ServerBusy(RuntimeError):
@@ -36,16 +33,16 @@ class ServerBusy(RuntimeError):
 
 
 class EngineStalled(RuntimeError):
-    """A missing answer of the engine's thread; the message says what it is busy with."""
+    """A missing answer of the engine's thread; the message names its task."""
 
 
 class EngineFailed(RuntimeError):
-    """A request that the engine could not finish; the reason is in the log."""
+    """A request that the engine could not finish; the log has the reason."""
 
 
 @dataclass(frozen=True)
 class Delta:
-    """The tokens that a sample has drawn since it was last read."""
+    """The tokens of a sample since the last read."""
 
     sample: int
     token_ids: list[int]
@@ -77,8 +74,8 @@ class Delta:
 
 
 class InFlightRequest:
-    """A request from its submission to its end, read by the event loop that submitted it. Leaving
-    its `async with` block aborts it. check_alive: raises EngineStalled when the thread hangs."""
+    """A request, read by the event loop that submitted it. Leaving its `async with` block aborts
+    it. check_alive: raises EngineStalled."""
 
     def __init__(
         self,
@@ -95,16 +92,16 @@ class InFlightRequest:
         self._loop = loop
         self._check_alive = check_alive
         self._forget = forget
-        # used by the event loop alone
-        self.pending: dict[int, Delta] = {}  # by sample, in the order of the first update
+        # of the event loop alone
+        self.pending: dict[int, Delta] = {}  # by sample, in the order of updates
         self._changed = asyncio.Event()
         self._end: Group | Exception | None = None
         self._abort_asked = False
-        # used by the engine's thread alone
+        # of the engine's thread alone
         self.handle: int | None = None
         self.aborted = False
-        self._num_sent: dict[int, int] = {}  # tokens of each sample that were sent
-        self._ended: set[int] = set()  # samples whose end was sent
+        self._num_sent: dict[int, int] = {}
+        self._ended: set[int] = set()
 
     # -- in the event loop -------------------------------------------------------------------------
 
@@ -115,8 +112,8 @@ class InFlightRequest:
         self.abort()
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        """Yield one delta for each sample with new tokens, until all have ended. Without `stream`
-        everything comes at the end. Raises EngineFailed, EngineStalled."""
+        """Yield one delta for each sample with new tokens; without `stream` only at the end. Raises
+        EngineFailed, EngineStalled."""
         while True:
             while self.pending:
                 yield self.pending.pop(next(iter(self.pending)))
@@ -130,7 +127,7 @@ class InFlightRequest:
 
     async def group(self) -> Group:
         """Return the finished group. Raises EngineFailed, EngineStalled; ValueError for an invalid
-        request that was held back."""
+        held request."""
         while self._end is None:
             self._changed.clear()
             await self._changed.wait()
@@ -139,13 +136,13 @@ class InFlightRequest:
         return self._result()
 
     def abort(self) -> None:
-        """End the request now; its group gets the finish reason "abort"."""
+        """End the request with the finish reason "abort"."""
         if self._end is None and not self._abort_asked:
             self._abort_asked = True
             self._loop.post(lambda: self._loop.abort(self))
 
     def receive(self, deltas: list[Delta], end: Group | Exception | None) -> None:
-        """Take new tokens, merged with those that the reader has not read, and perhaps the end."""
+        """Merge new tokens with unread ones, and take the end."""
         for delta in deltas:
             earlier = self.pending.get(delta.sample)
             self.pending[delta.sample] = delta if earlier is None else earlier.then(delta)
@@ -166,7 +163,7 @@ class InFlightRequest:
     # -- on the engine's thread --------------------------------------------------------------------
 
     def new_deltas(self, samples: Sequence[PartialSample]) -> list[Delta]:
-        """Return a delta for each sample that has drawn tokens or has ended since the last call."""
+        """Return a delta for each sample with new tokens or a new end."""
         return [
             self._delta(sample, drawn)
             for sample, drawn in enumerate(samples)
@@ -175,7 +172,7 @@ class InFlightRequest:
         ]
 
     def last_deltas(self, group: Group) -> list[Delta]:
-        """Return the last delta of each sample whose end was not sent yet."""
+        """Return the deltas of samples whose end was not sent."""
         return [
             self._delta(sample, rollout)
             for sample, rollout in enumerate(group.rollouts)
@@ -191,7 +188,7 @@ class InFlightRequest:
 
 
 class Update(NamedTuple):
-    """What is new of a request. end: its group or error; None while it goes on."""
+    """The news of a request. end: its group or error, if any."""
 
     request: InFlightRequest
     deltas: list[Delta]
@@ -199,7 +196,7 @@ class Update(NamedTuple):
 
 
 class Watchdog:
-    """The current task of the engine's thread, and its start. deadline_s: of one iteration."""
+    """The current task of the engine's thread. deadline_s: of one iteration."""
 
     def __init__(self, deadline_s: float) -> None:
         self.deadline_s = deadline_s
@@ -211,7 +208,7 @@ class Watchdog:
         self._since = time.monotonic()
 
     def check(self, what: str) -> None:
-        """Raise EngineStalled for the waiting `what` when the thread is late."""
+        """Raise EngineStalled, for the waiting `what`, when the thread is late."""
         if time.monotonic() - self._since > self.allowed_s:
             raise EngineStalled(f"{what}: {self}")
 
@@ -221,13 +218,13 @@ class Watchdog:
 
 
 class Outbox:
-    """The updates of requests on their way from the engine's thread to the event loops."""
+    """The updates from the engine's thread to the event loops."""
 
     def __init__(self, engine: Engine, metrics: Metrics) -> None:
         self._engine = engine
         self._metrics = metrics
         self._updates: list[Update] = []
-        self._without_token: deque[InFlightRequest] = deque()  # as far as is known
+        self._without_token: deque[InFlightRequest] = deque()
 
     def expect_first_token(self, request: InFlightRequest) -> None:
         self._without_token.append(request)
@@ -236,10 +233,10 @@ class Outbox:
         self._updates.append(Update(request, deltas, end))
 
     def collect(self, in_flight: dict[int, InFlightRequest]) -> None:
-        """Add the tokens that a step has drawn for streams. First tokens are sent at once, and the
-        others if they are few."""
+        """Add the new tokens of streams. First tokens are sent at once, and the others if they are
+        few."""
         first_updates: list[Update] = []
-        moved = []  # times of each stream, and the tokens of its sample that drew the most
+        moved = []
         for handle, request in in_flight.items():
             if not request.stream:
                 continue
@@ -276,7 +273,7 @@ class PauseControl:
 
     def __init__(self) -> None:
         self.state: ThreadState = "running"
-        self.drained: Future[None] | None = None  # of the pause that waits
+        self.drained: Future[None] | None = None
 
     def drain(self, drained: Future[None]) -> None:
         """Begin a pause that waits for the requests in flight. ValueError if another one waits."""
@@ -306,7 +303,7 @@ class PauseControl:
         self._answer(ValueError("mode: resumed before all requests had ended"))
 
     def stop(self) -> None:
-        """Refuse the waiting pause at shutdown."""
+        """Refuse the waiting pause."""
         self._answer(EngineStalled("pause: the server is ending"))
 
     def _answer(self, error: Exception | None) -> None:
@@ -320,8 +317,8 @@ class PauseControl:
 
 
 class EngineLoop:
-    """The iterations of the engine's thread, and all state that it alone may touch. idle_s: the
-    longest iteration without work."""
+    """The iterations of the engine's thread, and its private state. idle_s: the longest iteration
+    without work."""
 
     def __init__(self, engine: Engine, metrics: Metrics, watchdog: Watchdog, idle_s: float) -> None:
         self.engine = engine
@@ -333,7 +330,7 @@ class EngineLoop:
         self.outbox = Outbox(engine, metrics)
         self.pausing = PauseControl()
         self.in_flight: dict[int, InFlightRequest] = {}
-        self.held: deque[InFlightRequest] = deque()  # came while a pause waited for others
+        self.held: deque[InFlightRequest] = deque()  # came during a waiting pause
         self.failures = 0  # consecutive failed steps
 
     def post(self, job: Callable[[], None]) -> None:
@@ -341,12 +338,12 @@ class EngineLoop:
         self.jobs.put(job)
 
     def run(self) -> None:
-        """Iterate until `stopping`, and answer all requests that are left."""
+        """Iterate until `stopping`, and answer all requests."""
         try:
             while not self.stopping:
                 self._iterate()
             self.abort_all()
-            self._iterate()  # aborted requests come back from a step
+            self._iterate()  # returns aborted requests
         finally:
             self._fail(EngineFailed("the server has ended"), self.held)
             self.pausing.stop()
@@ -400,7 +397,6 @@ class EngineLoop:
     # -- iterations --------------------------------------------------------------------------------
 
     def _iterate(self) -> None:
-        """Run jobs and one step, and send what it drew. An error fails all requests in flight."""
         try:
             self._run_jobs()
             if self._can_step():
@@ -413,14 +409,14 @@ class EngineLoop:
             if self.pausing.state == "draining" and not self.in_flight:
                 self.outbox.send()
                 self.pausing.end_drain()
-        except Exception:  # of a step or of an abort: the engine goes on with other requests
+        except Exception:  # other requests continue
             log.exception("the engine failed: %s", self.watchdog.busy_with)
             self.failures += 1
             self._give_up()
 
     def _run_jobs(self) -> None:
-        """Admit requests that were held back, and run the posted jobs. With a step to do, jobs have
-        `JOBS_S` and are not waited for."""
+        """Run the posted jobs: for at most `JOBS_S`, and without waiting, if there is a
+        step to do."""
         self.watchdog.start("waiting for requests")
         while self.held and not self._holds_back():
             self._admit(self.held.popleft())
@@ -428,7 +424,7 @@ class EngineLoop:
             if not self._can_step():
                 self.outbox.send()
             is_busy = self.stopping or self._can_step() or self.pausing.state == "draining"
-            job = self.jobs.get(timeout=0.0 if is_busy else self.idle_s)  # queue.Empty: none
+            job = self.jobs.get(timeout=0.0 if is_busy else self.idle_s)
             end = time.monotonic() + JOBS_S
             while True:
                 job()
@@ -439,12 +435,9 @@ class EngineLoop:
             return
 
     def _can_step(self) -> bool:
-        """Return whether the engine has work; in a pause that is to return aborted requests."""
         return bool(self.in_flight) and (self.pausing.state != "paused" or self._all_aborted())
 
     def _holds_back(self) -> bool:
-        """Return whether new requests must wait: for those that a pause waits for, or until a step
-        has returned the aborted ones."""
         return self.pausing.state == "draining" or self._all_aborted()
 
     def _all_aborted(self) -> bool:
@@ -472,7 +465,7 @@ class EngineLoop:
                 self.outbox.add(request, request.last_deltas(group), group)
 
     def _give_up(self) -> None:
-        """Fail all requests in flight, and drop the prefix cache, which cannot be trusted."""
+        """Fail all requests in flight, and drop the prefix cache, which may be wrong."""
         handles = list(self.in_flight)
         self._fail(EngineFailed("the engine failed while it worked on this request"), [])
         try:

@@ -37,8 +37,7 @@ class EngineThread:
     """The thread that owns an engine.
 
     deadline_s: the longest iteration, after which callers get EngineStalled. drain_s: how long
-    `pause("wait")` waits. max_samples: open samples beyond which a request is refused with
-    ServerBusy.
+    `pause("wait")` waits. max_samples: open samples beyond which `submit` raises ServerBusy.
     """
 
     def __init__(
@@ -76,10 +75,8 @@ class EngineThread:
                 log.error("the engine's thread did not end: %s", self.watchdog)
 
     async def submit(self, request: Request, *, stream: bool = False) -> InFlightRequest:
-        """Queue a request. stream: its tokens are reported while they are drawn.
-
-        ValueError that names the wrong field as the engine does; ServerBusy, EngineStalled.
-        """
+        """Queue a request. stream: report its tokens while they are drawn. ValueError as of
+        `Engine.add`; ServerBusy, EngineStalled."""
         if self.closing:
             raise ServerBusy("the server is ending")
         if self._open_samples >= self.max_samples:
@@ -102,7 +99,7 @@ class EngineThread:
     async def call(self, fn: Callable[[Engine], T], what: str, allowed_s: float | None = None) -> T:
         """Run fn(engine) on the thread between two steps; return its result or raise its exception.
 
-        Raises EngineStalled when the thread does not get there, which cancels the call, or when fn
+        EngineStalled when the thread does not begin the call, which is then cancelled, or when fn
         takes longer than allowed (default: an iteration).
         """
         job: Future[T] = Future()
@@ -122,13 +119,8 @@ class EngineThread:
             grammars.compile(text)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop drawing.
-
-        keep: requests in flight go on after `resume`. wait: they finish first, and new ones are
-        held back; EngineStalled when that takes more than `drain_s`, and then nothing is paused;
-        ValueError when a resume or another pause comes first. abort: they end now, with what they
-        have drawn.
-        """
+        """Stop drawing (docs/server.md). With "wait", EngineStalled after `drain_s`, and then
+        nothing is paused; ValueError when a resume or another pause comes first."""
         drained: Future[None] = Future()  # ends when the thread has paused
         drain_result = asyncio.wrap_future(drained)
 
@@ -141,7 +133,7 @@ class EngineThread:
                 await self._wait_for(drain_result, "pause")
         except TimeoutError:
             await self.call(cancel, "pause")
-            if not drained.done():  # else it has just ended, and its outcome counts
+            if not drained.done():
                 raise EngineStalled(
                     f"pause: {len(self.open)} requests still run after {self.drain_s:g} s"
                 ) from None
@@ -160,12 +152,12 @@ class EngineThread:
         return self.loop.pausing.state == "paused"
 
     async def abort_all(self) -> int:
-        """End every request now, with the tokens drawn so far. Return their number."""
+        """End every request now. Return their number."""
         return await self.call(lambda engine: self.loop.abort_all(), "abort")
 
     async def health(self, deadline_s: float | None = None) -> EngineHealth:
-        """Return the thread's health; concurrent callers share one answer. EngineStalled when there
-        is none in time (default: an iteration's)."""
+        """Return the thread's health; concurrent callers share one answer. EngineStalled after the
+        deadline (default: an iteration's)."""
         if self._probe is None or self._probe.done():
             self._probe = asyncio.ensure_future(self.ask_health())
         allowed_s = self.watchdog.deadline_s if deadline_s is None else deadline_s
@@ -174,7 +166,7 @@ class EngineThread:
             raise EngineStalled(f"health: no answer in {allowed_s:g} s: {self.watchdog}")
         engine_health = await self._probe
         if isinstance(engine_health, EngineStalled):
-            raise EngineStalled(str(engine_health))  # one of its own for each caller
+            raise EngineStalled(str(engine_health))  # one for each caller
         return engine_health
 
     async def settle(self, grace_s: float) -> int:
@@ -196,13 +188,11 @@ class EngineThread:
         self.watchdog.check(what)
 
     async def _wait_for(self, result: asyncio.Future[T], what: str) -> T:
-        """Return a result of the engine's thread. EngineStalled when the thread hangs meanwhile."""
         while not (await asyncio.wait([result], timeout=self.loop.idle_s))[0]:
             self.check_alive(what)
         return await result
 
     def _watch_thread(self) -> None:
-        """Wake the readers of all open requests when the thread hangs."""
         try:
             self.check_alive("a request")
         except EngineStalled:
@@ -214,7 +204,7 @@ class EngineThread:
             self._watch = events.call_later(self.loop.idle_s, self._watch_thread)
 
     async def ask_health(self) -> EngineHealth | EngineStalled:
-        """Return the thread's health, or EngineStalled when it does not answer in time."""
+        """Return the thread's health, or EngineStalled."""
 
         def health(engine: Engine) -> EngineHealth:
             return EngineHealth(
@@ -227,5 +217,5 @@ class EngineThread:
 
         try:
             return await self.call(health, "health")
-        except EngineStalled as error:  # the answer may have been cancelled
+        except EngineStalled as error:
             return error

@@ -1,4 +1,4 @@
-"""POST /inference/v1/generate: token ids in, token ids out, as vLLM has it for trainers."""
+"""POST /inference/v1/generate: token ids in, token ids out, as in vLLM."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lowroll.types import Group, Rollout
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
-    """`POST /inference/v1/generate`: draw samples that continue a prompt of token ids, in the
-    format of vLLM's endpoint. For `prompt_logprobs` the engine first scores the prompt itself."""
+    """`POST /inference/v1/generate`: continue a prompt of token ids, in vLLM's format. For
+    `prompt_logprobs` the engine first scores the prompt."""
     state = request.app[STATE]
     body = await read_body(request, GenerateRequest)
     params, prompt_ids = body.sampling_params, body.token_ids
@@ -80,7 +80,7 @@ class GenerateAnswer(Answer):
         num_top = self.body.sampling_params.logprobs
         content = None
         if num_top is not None:
-            # vLLM has called the id "token" in one version and "token_id" in the next: both
+            # "token" in one version of vLLM, "token_id" in the next
             objects = logprob_objects(self.names, delta, num_top)
             content = [
                 one | {"token_id": i} for one, i in zip(objects, delta.token_ids, strict=True)

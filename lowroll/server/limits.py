@@ -1,12 +1,10 @@
-"""The state of the server, its limits, and the middleware before each route.
+"""The state of the server, its limits, and the middleware before each route (docs/server.md).
 
 401  no token, or a wrong one
-403  a name of the server, or a page in a browser, that is not of this machine (DNS rebinding)
-404  no such route; said only to those who may ask
-408  the body came too slowly
-413, 415, 431  too large, not plain JSON, too many headers
-500  the reason is in the log, under the X-Request-Id of the response
-503  too many requests are open, or the engine does not answer: try again later
+403  a host name or browser page that is not of this machine (DNS rebinding)
+404  no such route; only with a valid token
+500  the log has the reason, under the X-Request-Id of the response
+503  too many open requests, or the engine does not answer
 """
 
 from __future__ import annotations
@@ -47,12 +45,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Access = Literal["open", "token", "admin"]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Routes = Mapping[tuple[str, str], tuple[Access, Handler]]  # by method and path
+Routes = Mapping[tuple[str, str], tuple[Access, Handler]]
 
 WORKERS = 2  # threads that encode texts and write long answers
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 LARGE_BODY = 1 << 16  # bytes from which a body is parsed in a worker, and counted
-_MAX_SHOWN_PATH = 100  # characters of a path that an error repeats
+_MAX_SHOWN_PATH = 100
 _REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _BRACES_TO_BRACKETS = bytes.maketrans(b"{}", b"[]")
@@ -61,34 +59,34 @@ _OTHER_BYTES = bytes(set(range(256)) - set(b"[]{}"))
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """The limits of one client, or of all together, in bytes and seconds."""
+    """The limits of the server, in bytes and seconds (docs/server.md)."""
 
     body: int = 8 << 20
-    bodies: int = 512 << 20  # of all open requests together
-    text: int = 1 << 20  # characters of a text that is only encoded
-    told: int = 1 << 18  # log-probs of prompts in one answer
+    bodies: int = 512 << 20  # of all open requests
+    text: int = 1 << 20  # characters to encode
+    told: int = 1 << 18  # prompt log-probs in one answer
     told_streamed: int = 1 << 13  # in a stream
     headers: int = 16 << 10
-    depth: int = 32  # of nested lists and objects in a body
+    depth: int = 32  # of nested lists and objects
     n: int = 64  # samples of one prompt
     prompts: int = 256  # of one request
-    requests: int = 1024  # open at a time
+    requests: int = 1024  # open together
     connections: int = 4096
-    head_s: float = 10.0  # until a new connection has sent a request
+    head_s: float = 10.0  # until a connection has sent a request
     body_s: float = 30.0  # until its body has come
-    health_s: float = 10.0  # until the engine's thread must have answered
+    health_s: float = 10.0  # until the engine's thread has answered
     write_s: float = 60.0  # until a client has read a part of its answers
-    update_s: float = 300.0  # until the engine has taken new weights
+    update_s: float = 300.0
 
 
 @dataclass
 class ServerState:
-    """The engine's thread and the model, for all handlers (`request.app[STATE]`). chat: the model's
-    tokenizer with its chat template. vocabulary: None lets only token ids in and out."""
+    """The state for all handlers (`request.app[STATE]`). vocabulary: None lets only token ids in
+    and out."""
 
     engine: EngineThread
     chat: ChatTokenizer | None
-    name: str  # of the model, as it is served
+    name: str
     capabilities: Capabilities
     vocabulary: Vocabulary | None = None
     limits: ServerLimits = field(default_factory=ServerLimits)
@@ -113,19 +111,18 @@ class ServerState:
             raise wrong_field("n", f"{n} answers; {self.limits.n} at most")
 
     def require_vocabulary(self, field: str) -> Vocabulary:
-        """Return the model's vocabulary. Refuse the field that needs one that is missing."""
+        """Return the model's vocabulary. Refuse the field without one."""
         if self.vocabulary is None:
             raise wrong_field(field, "the model has no tokenizer; use token ids")
         return self.vocabulary
 
     def tokens_left(self, prompt_ids: list[int]) -> int:
-        """Return how many tokens the context leaves for an answer; at least 1, for the engine to
-        refuse."""
+        """Return the tokens that the context leaves; at least 1, for the engine to refuse."""
         return max(1, self.capabilities.context_length - len(prompt_ids))
 
 
 STATE: web.AppKey[ServerState] = web.AppKey("state", ServerState)
-# connections without a request yet, and the timers that drop them
+# connections without a request, with their timers
 SILENT: web.AppKey[dict[web.RequestHandler, asyncio.TimerHandle]] = web.AppKey("silent", dict)
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 _BEGUN: web.RequestKey[bool] = web.RequestKey("begun", bool)
@@ -133,17 +130,15 @@ _BEGUN: web.RequestKey[bool] = web.RequestKey("begun", bool)
 
 @dataclass(frozen=True)
 class Credentials:
-    """The bearer tokens of clients: `token` for every route (None: needs none), `admin` for
-    control."""
+    """The bearer tokens: `token` for every route (None: needs none), `admin` for control."""
 
     token: str | None = field(default=None, repr=False)
     admin: str | None = field(default=None, repr=False)
 
 
 def guard(routes: Routes, credentials: Credentials, hosts: frozenset[str] | None) -> Middleware:
-    """Return the middleware that admits requests and answers errors. hosts: the names by which
-    clients may call the server; None allows any."""
-    # of all requests that are open now: their number, and the bytes of their large bodies
+    """Return the middleware that admits requests and answers errors. hosts: allowed names of the
+    server; None for any."""
     open_requests = held_bytes = 0
 
     @web.middleware
@@ -155,11 +150,11 @@ def guard(routes: Routes, credentials: Credentials, hosts: frozenset[str] | None
             timer.cancel()
         resource = request.match_info.route.resource
         path = "" if resource is None else resource.canonical
-        # paths without a route are hidden behind the token too
+        # hide unknown paths behind the token too
         access = routes[request.method, path][0] if (request.method, path) in routes else "token"
         is_counted = access == "token" and request.method == "POST"  # it may draw tokens
         open_requests += is_counted
-        size = 0  # what `finally` subtracts when a check fails
+        size = 0  # for `finally`
         try:
             _check_version(request)
             _check_headers(request, state.limits)
@@ -174,7 +169,7 @@ def guard(routes: Routes, credentials: Credentials, hosts: frozenset[str] | None
                     f"{held_bytes - size:,} bytes of bodies are held, as many as may be"
                 )
             response = await handler(request)
-        except Exception as error:  # the client gets an answer and the log the error
+        except Exception as error:  # the log gets the error
             response = _error_response(request, error)
         finally:
             open_requests -= is_counted
@@ -186,7 +181,6 @@ def guard(routes: Routes, credentials: Credentials, hosts: frozenset[str] | None
 
 
 def _held_bytes(request: web.Request, limits: ServerLimits) -> int:
-    """Return the bytes that a body holds while its request is open; 0 for a small one."""
     if not request.body_exists:
         return 0
     size = limits.body if request.content_length is None else request.content_length
@@ -194,7 +188,7 @@ def _held_bytes(request: web.Request, limits: ServerLimits) -> int:
 
 
 async def mark(request: web.BaseRequest, response: web.StreamResponse) -> None:
-    """Add the headers of every response, before it begins (an application signal)."""
+    """Add the headers of every response (an application signal)."""
     response.headers["Server"] = "lowroll"
     response.headers["X-Request-Id"] = request.get(REQUEST_ID, "")
     response.headers["X-Content-Type-Options"] = "nosniff"
@@ -202,7 +196,7 @@ async def mark(request: web.BaseRequest, response: web.StreamResponse) -> None:
 
 
 async def read_body(request: web.Request, kind: type[B]) -> B:
-    """Return the validated body of a request for this model. Raises Refused."""
+    """Return the validated body of a request. Raises Refused."""
 
     def parse(data: bytes) -> B:
         return parse_request(parse_json(data, state.limits.depth), kind, state.check_model)
@@ -231,14 +225,13 @@ async def _read_bytes(request: web.Request) -> bytes:
 
 
 def parse_json(body: bytes, depth: int) -> dict[str, Any]:
-    """Parse a JSON object. Refuse another value, too deep nesting, invalid numbers, and lone
-    surrogates."""
+    """Parse a JSON object. Refuse deep nesting, invalid numbers, and lone surrogates."""
     try:
         text = body.decode()
         if _too_deep(body, depth):
             raise Refused(f"body: more than {depth} lists and objects inside each other")
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
-        if "\\u" in text:  # only an escape can make half of a surrogate pair, which no UTF-8 has
+        if "\\u" in text:  # only an escape can make a lone surrogate
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise Refused("body: a string has half of a surrogate pair") from None
@@ -256,11 +249,10 @@ def parse_json(body: bytes, depth: int) -> dict[str, Any]:
 
 
 def _too_deep(body: bytes, depth: int) -> bool:
-    """Return whether lists and objects are nested deeper; of invalid JSON anything."""
     if body.count(b"[") + body.count(b"{") <= depth:
         return False
     brackets = _JSON_STRING.sub(b"", body).translate(_BRACES_TO_BRACKETS, _OTHER_BYTES)
-    for _ in range(depth):  # each round removes the innermost ones
+    for _ in range(depth):  # removes the innermost ones
         brackets = brackets.replace(b"[]", b"")
     return b"[]" in brackets or len(brackets) > depth
 
@@ -296,7 +288,7 @@ def _check_headers(request: web.Request, limits: ServerLimits) -> None:
 
 
 def _check_host(request: web.Request, hosts: frozenset[str] | None) -> None:
-    """Refuse a web page whose own name points at this machine; a browser sends both names."""
+    """Refuse a web page whose own name points at this machine."""
     if hosts is None:
         return
     host_headers = request.headers.getall("Host", [])
@@ -339,8 +331,8 @@ def same_token(given: str, token: str | None) -> bool:
 
 
 def _error_response(request: web.Request, error: Exception) -> web.StreamResponse:
-    """Return the answer to an error. ConnectionResetError when a response has begun: its end would
-    look like that of a complete one."""
+    """Return the answer to an error. ConnectionResetError when a response has begun, which would
+    look complete."""
     if isinstance(error, ConnectionResetError):
         raise error
     if request.get(_BEGUN):
@@ -370,7 +362,7 @@ def _error_response(request: web.Request, error: Exception) -> web.StreamRespons
 
 
 def _unknown_path_text(request: web.Request) -> str:
-    """Return an error with the nearest route: most clients omit /v1, or repeat it."""
+    """Suggest the nearest route: most clients omit /v1, or repeat it."""
     path = request.path[:_MAX_SHOWN_PATH]
     known = [route.resource.canonical for route in request.app.router.routes() if route.resource]
     similar = get_close_matches(path, known, n=1)

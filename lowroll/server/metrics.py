@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from lowroll.engine.base import EngineStats
 
 ThreadState = Literal["running", "draining", "paused"]
-FAILURES_BEFORE_UNHEALTHY = 3  # consecutive failed steps
+FAILURES_BEFORE_UNHEALTHY = 3  # consecutive
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
-# engine counters: the name in its stats, the name here and its description
+# the engine's counters: their names here, and their descriptions
 TOTALS = {
     "prefix_hits": ("prefix_hit_pages", "pages of prompts found in the cache"),
     "tokens": ("drawn_tokens", "tokens drawn"),
@@ -37,7 +37,7 @@ class EngineHealth:
     stats: EngineStats
     open: int
     state: ThreadState
-    failures: int  # consecutive failed steps
+    failures: int  # consecutive
 
     @property
     def healthy(self) -> bool:
@@ -46,7 +46,7 @@ class EngineHealth:
 
 @dataclass
 class RequestTimes:
-    """Times of one request, in seconds of the monotonic clock."""
+    """The times of one request, in seconds of the monotonic clock."""
 
     began_at: float = field(default_factory=time.monotonic)
     first_at: float | None = None
@@ -102,8 +102,8 @@ class Metrics:
         self._first.observe(times.first_at - times.began_at)
 
     def moved(self, streams: Sequence[tuple[RequestTimes, int]]) -> None:
-        """Record the new tokens of streams: the times of each, and the most that one of its samples
-        drew. One step moved all of them, so the gap between two tokens is measured on only one."""
+        """Record the times of streams, each with the most tokens of a sample. One step moved all of
+        them, so the gap is measured once."""
         now = time.monotonic()
         is_gap_recorded = False
         for times, tokens in streams:
@@ -120,7 +120,7 @@ class Metrics:
             self.first_token(times)
         self._whole.observe(time.monotonic() - times.began_at)
         reasons = {rollout.finish_reason for rollout in group.rollouts}
-        # a request with one aborted sample counts as aborted, and so on
+        # the first of these that any sample has
         outcome = next(reason for reason in ("abort", "length", "stop") if reason in reasons)
         self._requests.labels(outcome).inc()
         self._prompt.inc(len(group.request.prompt_ids))

@@ -85,7 +85,7 @@ async def _model_card(state: ServerState) -> Tree:
 
 class ChoiceText:
     """The text of one choice as it comes; empty without a vocabulary. start: characters before it.
-    marks: special tokens of tool calls are shown."""
+    marks: show special tokens of tool calls."""
 
     def __init__(
         self,
@@ -102,8 +102,7 @@ class ChoiceText:
         self.begun = False
 
     def take(self, delta: Delta, offsets: list[int] | None = None) -> str:
-        """Return the text that new tokens make final. offsets: receives the character at which each
-        begins."""
+        """Return the text that new tokens make final. offsets: receives the start of each."""
         self.begun = True
         if self.text is None:
             return ""
@@ -126,7 +125,7 @@ class ChoiceText:
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    """`POST /v1/completions`: continue prompts, and return the log-probs of given texts."""
+    """`POST /v1/completions`: continue prompts, and score given texts."""
     state = request.app[STATE]
     body = await read_body(request, CompletionRequest)
     state.check_n(body.n)
@@ -137,7 +136,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     grammar, grammar_names = await grammar_of(state, body)
     scores = await _prompt_scores(state, body, prompts)
     answer = CompletionAnswer(request, body, prompts, scores)
-    if body.max_tokens == 0:  # nothing is drawn: the scores are the answer
+    if body.max_tokens == 0:
         return await json_response_in_worker(state, answer.scored, sum(map(len, answer.prompts)))
     requests = [
         body.to_engine_request(
@@ -225,8 +224,6 @@ class CompletionAnswer(Answer):
         return "" if vocabulary is None else vocabulary.decode(prompt.token_ids)
 
     def _choice(self, i: int, delta: Delta) -> Tree:
-        """Return new tokens of prompt i's sample as a choice. The first has the prompt's fields
-        too."""
         body, scores = self.body, self.scores[i]
         index = i * body.n + delta.sample
         end_fields = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
@@ -265,8 +262,6 @@ class CompletionAnswer(Answer):
 
 
 class _LogprobLists:
-    """Log-probs in the format of /v1/completions: one list for each fact about a token."""
-
     def __init__(self, names: TokenNames) -> None:
         self.names = names
         self.text_offset: list[int] = []
@@ -285,7 +280,7 @@ class _LogprobLists:
             return
         for token, value, top in zip(tokens, values, tops, strict=True):
             logprobs_by_name: dict[str, float] = {}
-            for other_id, logprob in top:  # of two with the same text the likelier stays
+            for other_id, logprob in top:  # the likelier of equal texts stays
                 logprobs_by_name.setdefault(name(other_id), finite_logprob(logprob))
             logprobs_by_name.setdefault(token, value)
             self.top_logprobs.append(logprobs_by_name)
@@ -319,7 +314,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     tools = offered.tools if offered is not None else ()
     prompt = await encode_conversation(state, body.messages, body, tools)
     grammar, grammar_names = await grammar_of(state, body, offered)
-    field_names = CHAT_ENGINE_FIELDS | grammar_names  # the client's names, for errors
+    field_names = CHAT_ENGINE_FIELDS | grammar_names  # for errors
     max_tokens = body.max_tokens
     if body.max_completion_tokens is not None:
         max_tokens = body.max_completion_tokens
@@ -405,7 +400,6 @@ class ChatAnswer(Answer):
         return self.event(self._choice(delta, bool(calls)) | {"delta": message})
 
     def _said(self, delta: Delta) -> tuple[str, list[Tree]]:
-        """Return the new text of a sample, and at its end its tool calls."""
         content = self.texts[delta.sample].take(delta)
         if self.speeches is None:
             return content, []
@@ -428,8 +422,7 @@ class ChatAnswer(Answer):
         ]
 
     def _call_id(self, sample: int, number: int) -> str:
-        """Return an id of nine characters, as some templates require, the same for the same
-        request."""
+        """Return a reproducible id of nine characters, as some templates require."""
         identity = repr((self.prompts[0], sample, number))
         return hashlib.sha256(identity.encode()).hexdigest()[:9]
 
@@ -459,7 +452,6 @@ class ChatAnswer(Answer):
 
 
 def _json_arguments(call: ToolInvocation, offered: OfferedTools) -> str:
-    """Return a call's arguments as JSON, those in text as the types of the tool's schema."""
     arguments = call.arguments
     if offered.format in UNTYPED:
         schemas = {tool.function.name: tool.function.parameters for tool in offered.tools}

@@ -1,4 +1,4 @@
-"""Prompts as token ids, /tokenize and /detokenize, and the log-probs of a prompt's own tokens."""
+"""Prompts as token ids, /tokenize and /detokenize, and the log-probs of prompts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lowroll.server.protocol import (
 from lowroll.server.streaming import json_response_in_worker, prompt_fields
 from lowroll.server.text import TokenNames, Vocabulary, finite_logprob
 
-TopTokens = list[tuple[int, float]]  # the likeliest tokens of a position and their log-probs
+TopTokens = list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class EncodedPrompt:
 
 @dataclass(frozen=True)
 class PromptScores:
-    """The log-prob in nats of each token of a prompt but the first, and the likeliest tokens at its
+    """The log-prob in nats of each prompt token but the first, and the likeliest tokens at its
     position, likeliest first."""
 
     logprobs: list[float]
@@ -54,7 +54,7 @@ async def encode_prompts(
     state: ServerState, given: str | list[int] | list[str] | list[list[int]], special: bool
 ) -> list[EncodedPrompt]:
     """Return the prompts of a completion. special: add the tokenizer's special tokens."""
-    # an empty list is one prompt without tokens
+    # [] is one prompt without tokens
     if isinstance(given, str) or not given or isinstance(given[0], int):
         return [await _encode_prompt(state, given, special, "prompt")]
     if len(given) > state.limits.prompts:
@@ -157,7 +157,7 @@ def _template_tool_call(call: ToolCall, field: str) -> dict[str, Any]:
 
 
 async def tokenize(request: web.Request) -> web.StreamResponse:
-    """`POST /tokenize`: return the ids of a prompt, or of messages in the model's chat template."""
+    """`POST /tokenize`: return the ids of a prompt, or of messages in the chat template."""
     state = request.app[STATE]
     body = await read_body(request, TokenizeRequest)
     if body.messages is not None:
@@ -203,11 +203,10 @@ async def score_prompts(
     prompt_field: str,
     requesting_field: str = "prompt_logprobs",
 ) -> list[PromptScores]:
-    """Return the log-probs of prompts' own tokens, with the `top` likeliest tokens of each
-    position. The prompts are scored one by one, so that the engine draws in between. Refused names
-    `requesting_field`, which wants too much, or `prompt_field`, which cannot be scored."""
+    """Return the log-probs of prompts' tokens, with the `top` likeliest tokens of each position.
+    The engine draws between prompts. Refused names `requesting_field`, which requests too much, or
+    `prompt_field`."""
     max_logprobs = state.limits.told_streamed if stream else state.limits.told
-    # each token's own log-prob, and those of the `top` likeliest at its position
     count = sum(len(prompt.token_ids) for prompt in prompts) * (top + 1)
     if count > max_logprobs:
         note = " in a stream" if stream else ""

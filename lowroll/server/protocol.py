@@ -1,8 +1,7 @@
 """The bodies of requests as pydantic models, and their errors.
 
-Fields of `NEUTRAL_VALUES` are refused unless they request what happens anyway, those of
-`IGNORED_FIELDS` are accepted, and other unknown fields are refused. The engine checks the ranges of
-sampling fields.
+Unknown fields are refused, except for `IGNORED_FIELDS`, and for neutral values. The engine checks
+the ranges of sampling fields.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from lowroll.types import MAX_TOP_LOGPROBS, TEMPERATURES, Request
 
 MAX_STOPS = 64
 MAX_TOOLS = 2048
-DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's
+DEFAULT_MAX_TOKENS = 16  # as OpenAI's
 PauseMode = Literal["keep", "wait", "abort"]
-SEED_BITS = 53  # bits of an integer that every JSON reader keeps
+SEED_BITS = 53  # that every JSON reader keeps
 
 Text = Annotated[str, StringConstraints(max_length=1 << 24)]
 Name = Annotated[str, StringConstraints(max_length=256)]
-TokenIds = Annotated[list[int], Field(fail_fast=True)]  # one of many wrong ids is reported
+TokenIds = Annotated[list[int], Field(fail_fast=True)]  # reports only the first wrong id
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 ScoreTemperature = Annotated[float, Field(ge=TEMPERATURES[0], le=TEMPERATURES[1])]
 
@@ -43,7 +42,7 @@ IGNORED_FIELDS = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prediction "
     "cache_salt priority routed_experts_prompt_start".split()
 )
-# by field: the values that request what happens anyway
+# by field: values that request what happens anyway
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         "tools functions tool_calls tool_call_id annotations refusal suffix audio documents echo "
@@ -66,8 +65,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 class Refused(ValueError):
-    """A refused request, with the reason for the client. param: the wrong field, as a path into the
-    body ("stop[1]", "messages[0].content")."""
+    """A refused request. param: the path of the wrong field in the body ("messages[0].content")."""
 
     def __init__(
         self, message: str, param: str | None = None, status: int = 400, code: str | None = None
@@ -82,12 +80,12 @@ class Refused(ValueError):
 
 
 def wrong_field(field: str, reason: str, status: int = 400, code: str | None = None) -> Refused:
-    """Return the error of a field, whose message begins with the field's name."""
+    """Return the error of a field."""
     return Refused(f"{field}: {reason}", field, status, code)
 
 
 def too_long(field: str, reason: str) -> Refused:
-    """Return the error of a text or prompt that exceeds the model's context."""
+    """Return the error of a text that exceeds the model's context."""
     return wrong_field(field, reason, code="context_length_exceeded")
 
 
@@ -120,7 +118,7 @@ class JsonSchema(RequestBody):
     form: dict[str, Any] = Field(alias="schema")
     name: Name = ""
     description: Text | None = None
-    strict: bool = True  # an answer always follows its schema
+    strict: bool = True  # has no effect: an answer always follows its schema
 
 
 class ResponseFormat(RequestBody):
@@ -169,7 +167,7 @@ class SamplingFields(RequestBody):
         self.check_sampling()
 
     def check_sampling(self, where: str = "") -> None:
-        """Refuse invalid token ids and too many stops. where: prefix of the field's name."""
+        """Refuse invalid token ids and too many stops. where: prefix of the field."""
         for name in self.logit_bias:
             if not re.fullmatch(r"0|[1-9][0-9]{0,9}", name):
                 raise wrong_field(f"{where}logit_bias", f"{name!r} is no token id")
@@ -189,7 +187,7 @@ class SamplingFields(RequestBody):
         request_id: str,
         grammar: str | None = None,
     ) -> Request:
-        """Return the engine's request for one prompt. Without a seed it gets a random one."""
+        """Return the engine's request for one prompt. Its default seed is random."""
         bias = tuple((int(name), bias) for name, bias in self.logit_bias.items())
         return Request(
             prompt_ids=prompt_ids,
@@ -216,7 +214,7 @@ class SamplingFields(RequestBody):
 
 class StreamOptions(RequestBody):
     include_usage: bool = False
-    include_obfuscation: bool = False  # padding that hides lengths from listeners: none is sent
+    include_obfuscation: bool = False  # has no effect
 
 
 class GenerationFields(RequestBody):
@@ -256,7 +254,7 @@ class CompletionRequest(SamplingFields, GenerationFields, StructuredOutputFields
     def check(self) -> None:
         super().check()
         if self.echo and not isinstance(self.prompt, str):
-            _check_ids(self.prompt, "prompt")  # it is decoded before the engine sees it
+            _check_ids(self.prompt, "prompt")  # it is decoded before the engine checks it
         if self.best_of not in (None, self.n):
             raise wrong_field("best_of", f"{self.best_of} with n {self.n} is not supported")
         if self.packed:
@@ -295,11 +293,11 @@ class ToolCall(RequestBody):
     id: Name | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # of a delta, which some clients leave in
+    index: int | None = None  # some clients leave a delta's in
 
 
 class ChatMessage(RequestBody):
-    """A message of a conversation. Its extra fields go to the chat template."""
+    """A message, whose extra fields go to the chat template."""
 
     role: Name
     tool_calls: list[ToolCall] | None = None
@@ -364,7 +362,7 @@ class ChatRequest(SamplingFields, GenerationFields, StructuredOutputFields, Conv
 
 
 class SamplingParams(SamplingFields):
-    skip_special_tokens: bool = True  # no text is made
+    skip_special_tokens: bool = True  # has no effect
     logprobs: TopLogprobs | None = None
     prompt_logprobs: TopLogprobs | None = None
 
@@ -408,7 +406,7 @@ class DetokenizeRequest(RequestBody):
 
 
 class ControlBody(RequestBody):
-    """The body or query of a control route, which has no other fields."""
+    """A body or query without extra fields."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -418,13 +416,12 @@ class PauseQuery(ControlBody):
 
 
 class WeightsRequest(ControlBody):
-    """The body of POST /weights. version: its id."""
+    """The body of POST /weights."""
 
     version: str
     in_flight: InFlight = "keep"
 
 
-# the client's names of the fields of an engine's request
 ENGINE_FIELDS = {
     "prompt_ids": "prompt",
     "stop_ids": "stop_token_ids",
@@ -451,12 +448,12 @@ def parse_request(
     kind: type[B],
     check_model: Callable[[str | None], None] = lambda name: None,
 ) -> B:
-    """Return the validated body, or raise Refused. check_model: called before fields are compared
-    with each other."""
+    """Return the validated body, or raise Refused. check_model: called before combinations of
+    fields are checked."""
     try:
         body = kind.model_validate(tree)
     except ValidationError as error:
-        if error.errors()[0]["type"] == "missing":  # it may be there under another name
+        if error.errors()[0]["type"] == "missing":  # it may have another name
             _check_names(kind, tree, "")
         raise _to_refused(error) from None
     _check_extra(body, "")
@@ -466,7 +463,7 @@ def parse_request(
 
 
 def refuse_engine_error(error: ValueError, names: Mapping[str, str]) -> NoReturn:
-    """Raise the engine's own refusal, "field: reason", under the client's name of the field."""
+    """Raise the engine's refusal, "field: reason", under the client's name."""
     text = str(error)
     match = re.match(r"(\w+)((?:\[\d+\])*): ", text)
     if match is None:
@@ -477,7 +474,6 @@ def refuse_engine_error(error: ValueError, names: Mapping[str, str]) -> NoReturn
 
 
 def _check_ids(ids: Iterable[int | Text | TokenIds], where: str) -> None:
-    """Refuse numbers, also in lists, that are no token ids of any model."""
     for i, item in enumerate(ids):
         if isinstance(item, list):
             _check_ids(item, f"{where}[{i}]")
@@ -486,7 +482,6 @@ def _check_ids(ids: Iterable[int | Text | TokenIds], where: str) -> None:
 
 
 def _check_extra(body: RequestBody, where: str) -> None:
-    """Refuse unknown fields and unsupported values of known ones, also in nested objects."""
     extra_fields = body.model_extra or {}
     _check_names(type(body), extra_fields, where)
     for name, value in extra_fields.items():
@@ -521,8 +516,8 @@ def _check_names(kind: type[RequestBody], names: Iterable[str], where: str) -> N
 
 
 def _to_refused(error: ValidationError) -> Refused:
-    """Return the refusal of the first invalid field. For a union, pydantic has an error for each of
-    its types; those at the longest path are of the type that fits best."""
+    """Return the refusal of the first invalid field. For a union, pydantic reports an error for
+    each type; the longest path is of the best type."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     first_field = errors[0]["loc"][0]
     reasons_by_path: dict[str, list[str]] = {}
@@ -531,7 +526,7 @@ def _to_refused(error: ValidationError) -> Refused:
             reason = _plain_reason(detail["type"], detail["msg"])
             reasons_by_path.setdefault(_body_path(detail["loc"]), []).append(reason)
     path = max(reasons_by_path, key=lambda path: (len(path), path))
-    reasons = dict.fromkeys(reasons_by_path[path])  # each once, in order
+    reasons = dict.fromkeys(reasons_by_path[path])
     return wrong_field(path, ", or ".join(reason[:1].lower() + reason[1:] for reason in reasons))
 
 

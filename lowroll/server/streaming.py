@@ -1,4 +1,4 @@
-"""Answers to generation requests: one JSON object, or a stream of server-sent events."""
+"""Answers to generation requests: JSON, or server-sent events."""
 
 from __future__ import annotations
 
@@ -35,13 +35,12 @@ compact_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow
 
 
 class Answer:
-    """The answer to a generation request as JSON, whole or event by event.
+    """The answer to a generation request, whole or event by event.
 
-    prompts: the token ids of the prompts, each of which has `n` samples. head: the first fields of
-    the answer and of each event.
+    prompts: token ids, with `n` samples of each. head: first fields of each event.
     """
 
-    packed = False  # ids and log-probs of each choice are in one string
+    packed = False  # ids and log-probs in one string
 
     def __init__(self, body: GenerationFields, prompts: Sequence[list[int]], head: Tree) -> None:
         self.body = body
@@ -52,7 +51,7 @@ class Answer:
         raise NotImplementedError
 
     def chunk(self, prompt: int, delta: Delta) -> Tree | None:
-        """Return the event of new tokens of a prompt's sample; None when it would be empty."""
+        """Return the event of a sample's new tokens; None for an empty one."""
         raise NotImplementedError
 
     def first(self) -> list[Tree]:
@@ -81,7 +80,7 @@ class Answer:
         return self.head | {"choices": [choice]} | usage
 
     def usage(self, groups: Sequence[Group]) -> dict[str, int]:
-        """Return the number of tokens. A prompt with several samples counts once."""
+        """Count the tokens. A prompt with several samples counts once."""
         read, drawn = sum(map(len, self.prompts)), num_drawn(groups)
         return {
             "prompt_tokens": read,
@@ -93,9 +92,8 @@ class Answer:
 async def respond(
     request: web.Request, answer: Answer, requests: Sequence[Request], names: Mapping[str, str]
 ) -> web.StreamResponse:
-    """Answer a generation request with the engine's groups for `requests`, one for each prompt.
-    When one fails, or the client disconnects, all are aborted. names: the client's names of the
-    engine's fields."""
+    """Answer a generation request with the groups of `requests`, one for each prompt. An error or a
+    disconnected client aborts all. names: the client's names of the engine's fields."""
     if answer.body.stream:
         return await _stream_answer(request, answer, requests, names)
     state, client_names = request.app[STATE], _names_by_prompt(names, len(requests))
@@ -113,8 +111,6 @@ async def respond(
 async def _stream_answer(
     request: web.Request, answer: Answer, requests: Sequence[Request], names: Mapping[str, str]
 ) -> web.StreamResponse:
-    """Send the events of an answer. Tokens drawn while the client does not read come in one event.
-    Refused before the first event; later an event reports the error."""
     state, client_names = request.app[STATE], _names_by_prompt(names, len(requests))
     async with _submitted_streams(state, requests, client_names) as in_flight:
         events = _EventStream(request, state.limits.write_s)
@@ -138,7 +134,7 @@ async def _stream_answer(
             message = f"the engine could not finish request {request[REQUEST_ID]}"
             await events.send(error_body(message, 500))
         except ConnectionResetError:
-            return events.response  # the client has gone: leaving the block aborts what is left
+            return events.response  # the client has gone; leaving the block aborts the rest
         await events.end()
         return events.response
 
@@ -176,7 +172,6 @@ async def _checked_deltas(
 
 @contextmanager
 def _engine_errors(names: Mapping[str, str]) -> Iterator[None]:
-    """Raise the engine's refusals in the client's words."""
     try:
         yield
     except ValueError as error:
@@ -184,7 +179,7 @@ def _engine_errors(names: Mapping[str, str]) -> Iterator[None]:
 
 
 async def _gather(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of all jobs in order. The first error cancels the others."""
+    """Return all results in order. The first error cancels the other jobs."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(job) for job in jobs]
@@ -194,8 +189,6 @@ async def _gather(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 class _EventStream:
-    """A response of server-sent events."""
-
     def __init__(self, request: web.Request, patience_s: float) -> None:
         self.request = request
         self.patience_s = patience_s
@@ -212,7 +205,6 @@ class _EventStream:
         await self.response.write_eof()
 
     async def _write(self, data: str) -> None:
-        """Write one event. Those that wait for the client do so one after the other."""
         event = f"data: {data}\n\n".encode()
         transport = self.request.transport
         if (
@@ -220,7 +212,7 @@ class _EventStream:
             and not self.turn.locked()
             and transport.get_write_buffer_size() + len(event) < SENT_AT_ONCE
         ):
-            await self.response.write(event)  # the buffer takes it without a wait
+            await self.response.write(event)
             return
         async with self.turn:
             try:
@@ -236,7 +228,7 @@ class _EventStream:
 
 
 def json_response(tree: Tree) -> web.Response:
-    """Return a complete answer. Its floats round-trip."""
+    """Return a complete answer, whose floats round-trip."""
     return web.Response(text=compact_json(tree), content_type="application/json")
 
 
@@ -259,8 +251,7 @@ def openai_head(request: web.Request, prefix: str, object: str) -> Tree:
 
 
 def origin(rollout: Rollout, packed: bool = False) -> Tree:
-    """Return what a learner needs of a rollout besides its tokens: log-probs (unless packed), who
-    drew it, how it ended, and what its cache dropped."""
+    """Return what a learner needs of a rollout besides its tokens."""
     behavior, evictions = rollout.behavior, None
     if rollout.evictions is not None:
         numbers = base64.b64encode(rollout.evictions.numbers).decode()
@@ -275,7 +266,7 @@ def origin(rollout: Rollout, packed: bool = False) -> Tree:
 
 
 def logprob_objects(names: TokenNames, delta: Delta, top: int) -> list[Tree]:
-    """Return log-probs in the format of /v1/chat/completions: one object for each token."""
+    """Return log-probs for /v1/chat/completions: one object for each token."""
 
     def one(token_id: int, logprob: float) -> Tree:
         return {

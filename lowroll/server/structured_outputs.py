@@ -1,8 +1,8 @@
 """Structured outputs: the grammar (`engine.grammar`) of `response_format`, `structured_outputs`,
 `guided_...`, or a `tool_choice` that requires a call.
 
-JSON is written as Python writes it, `{"a": 1, "b": [2, 3]}`: other white space, which could go on
-forever, cannot be drawn.
+JSON is written as Python writes it, `{"a": 1, "b": [2, 3]}`, since free white space could go on
+forever.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _ANY_OBJECT = {"type": "object"}
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """The syntax of calls in a format: `first` and `last` around all, `between` two, `open` and
-    `close` around the JSON of each; `arguments` is the key of the arguments."""
+    """The syntax of calls: `first` and `last` around all, `between` two, `open` and `close` around
+    the JSON of each; `arguments` is the key of the arguments."""
 
     between: str
     first: str = ""
@@ -52,7 +52,7 @@ _CALL_SYNTAX = {
 @dataclass(frozen=True)
 class OfferedTools:
     """The tools that a model may call, and the format of its calls (`lowroll.tool_calls`). several:
-    more than one call in a turn. required: tools of which it must call one, without other text."""
+    more than one call in a turn. required: it must call one of these, without other text."""
 
     tools: Sequence[Tool]
     format: str
@@ -109,8 +109,8 @@ def check_tool_names(tools: Sequence[Tool]) -> None:
 async def grammar_of(
     state: ServerState, body: StructuredOutputFields, offered: OfferedTools | None = None
 ) -> tuple[str | None, dict[str, str]]:
-    """Return the grammar of an answer, and the client's name of the engine's field `grammar`;
-    (None, {}) where anything is allowed. Refuse two grammars, and an invalid one."""
+    """Return the grammar of an answer, and the client's name of the field `grammar`; (None, {})
+    where anything is allowed. Refuse two grammars, and an invalid one."""
     writers = _requested_grammars(body)
     if offered is not None and offered.required:
         writers["tool_choice"] = lambda: _call_grammar(state, offered)
@@ -188,7 +188,6 @@ def _import_matcher() -> Any:
 
 
 def _schema_grammar(schema: dict[str, Any] | str) -> str:
-    """Return the grammar of JSON by a schema, given as an object or as text."""
     if isinstance(schema, str):
         with suppress(ValueError, RecursionError):
             schema = json.loads(schema)
@@ -213,14 +212,6 @@ _WRITERS: dict[str, Callable[[Any], str]] = {
 
 
 def _call_grammar(state: ServerState, offered: OfferedTools) -> str:
-    """Return the grammar of calls of the required tools in the model's format, for two tools:
-
-    start: FIRST call (BETWEEN call){0,31} LAST
-    call: OPEN named CLOSE
-    named: named0 | named1
-    named0: the beginning of a call's JSON, with the tool's name, arguments0 "}"
-    arguments0: %json SCHEMA
-    """
     syntax = _CALL_SYNTAX.get(offered.format)
     if syntax is None:
         raise ValueError(f"grammar: calls written as {offered.format} are the model's; use auto")
@@ -228,7 +219,6 @@ def _call_grammar(state: ServerState, offered: OfferedTools) -> str:
     tokens = {text: f"<[{token}]>" for token, text in state.vocabulary.marks.items()}
 
     def literal(text: str) -> str:
-        """Write a mark as the special token that stands for it, if there is one, else as text."""
         return tokens.get(text, json.dumps(text)) if text else ""
 
     more_calls = (

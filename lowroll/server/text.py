@@ -1,7 +1,6 @@
 """Text from token ids, whole or streamed.
 
-An unfinished character, and an end that may become a stop string, are held back, so that a stream
-equals the whole response.
+Unfinished characters and the possible beginning of a stop string are held back.
 """
 
 from __future__ import annotations
@@ -19,19 +18,18 @@ if TYPE_CHECKING:
     from lowroll.model.tokenizer import ChatTokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_MIN_LOGPROB = -9999.0  # as vLLM writes minus infinity
-_NUM_PROMPT_TOKENS = 8  # tokens of the prompt that are decoded with the first one
-_WINDOW = 32  # tokens that are decoded again with the next one, at least
+_MIN_LOGPROB = -9999.0  # vLLM's minus infinity
+_NUM_PROMPT_TOKENS = 8  # of the prompt, decoded with the first token
+_WINDOW = 32  # least tokens that are decoded again with the next one
 
 
 class TokenDecoder(Protocol):
-    """An incremental decoder of tokens. Its text does not depend on how many tokens come
-    together."""
+    """An incremental decoder, whose text does not depend on how many tokens come together."""
 
     def feed(self, token_ids: Iterable[int]) -> str: ...
 
     def end(self) -> str:
-        """Return the text that was held back. Nothing may be fed after it."""
+        """Return the text that was held back. Feed nothing after it."""
         ...
 
 
@@ -50,7 +48,7 @@ class Vocabulary:
         self.longest = _longest_token(self.backend, self._bytes)
         self.piece = cache(self._piece)
         self.name = cache(self._name)
-        self._lock = Lock()  # of encoding: a tokenizer changes its own settings on the way
+        self._lock = Lock()  # encoding changes a tokenizer's settings
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. ValueError for a lone surrogate, which JSON allows."""
@@ -63,18 +61,18 @@ class Vocabulary:
         return [int(token) for token in ids]
 
     def fewest_tokens(self, text: str) -> int:
-        """Return a lower bound of the text's tokens, without encoding it; 0 if there is none."""
+        """Return a lower bound of the text's tokens; 0 if there is none."""
         if self.longest == 0:
             return 0
         length = len(text.encode() if self._bytes else text)
-        return -(-length // self.longest)  # rounded up
+        return -(-length // self.longest)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def decoder(self, prompt_ids: Sequence[int] = (), marks: bool = False) -> TokenDecoder:
-        """Return a decoder of one response to a prompt. It drops special tokens; marks: except
-        those of tool calls."""
+        """Return a decoder of one response. It drops special tokens; marks: except those of tool
+        calls."""
         if marks and self.marks:
             return _MarkedDecoder(self, prompt_ids)
         return _ByteDecoder(self) if self._bytes else _WindowDecoder(self, prompt_ids)
@@ -94,8 +92,8 @@ class Vocabulary:
         return self.piece(token_id).decode("utf-8", "replace")
 
     def _piece(self, token_id: int) -> bytes:
-        """Return the bytes that one token adds to a text: the name of a special token, nothing for
-        an unknown id."""
+        """Return the bytes that a token adds to a text: the name of a special token, none for an
+        unknown id."""
         token = self.backend.id_to_token(token_id)
         if token is None:
             return b""
@@ -103,13 +101,13 @@ class Vocabulary:
             return self.decode([token_id], skip_special_tokens=False).encode()
         try:
             return bytes(_BYTE_OF_CHAR[char] for char in token)
-        except KeyError:  # an added token: its text is literal
+        except KeyError:  # an added token is literal text
             return str(token).encode()
 
 
 def _longest_token(backend: Any, in_bytes: bool) -> int:
-    """Return the most bytes (of a tokenizer of bytes) or characters that one token stands for; 0
-    where there is no bound."""
+    """Return the most bytes (of a tokenizer of bytes) or characters of one token; 0 without a
+    bound."""
     added_tokens = backend.get_added_tokens_decoder().values()
     if _may_shorten_text(backend, in_bytes, added_tokens):
         return 0
@@ -141,7 +139,7 @@ def _keeps_length(normalizer: Any) -> bool:
 @dataclass(frozen=True)
 class TokenNames:
     vocabulary: Vocabulary | None
-    as_ids: bool  # "token_id:5": two tokens may have the same text
+    as_ids: bool  # "token_id:5": two tokens may have one text
 
     def name(self, token_id: int) -> str:
         if self.as_ids or self.vocabulary is None:
@@ -169,7 +167,7 @@ _BYTE_OF_CHAR = _byte_alphabet()
 
 
 class _ByteDecoder:
-    """A decoder of tokens that are bytes independent of their neighbours."""
+    """A decoder of tokens that are independent bytes."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -185,14 +183,14 @@ class _ByteDecoder:
 
 
 class _WindowDecoder:
-    """A decoder of tokens whose text depends on those before: it decodes the last ones again with
-    each new one."""
+    """A decoder of tokens whose text depends on those before, which it decodes again with each new
+    one."""
 
     def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int]) -> None:
         self.decode = vocabulary.decode
         self.window = list(prompt_ids[-_NUM_PROMPT_TOKENS:])
         self.text = self.decode(self.window)
-        self.shown = len(self.text)  # characters of it that were emitted
+        self.shown = len(self.text)  # already emitted
 
     def feed(self, token_ids: Iterable[int]) -> str:
         return "".join(self._next(token_id) for token_id in token_ids)
@@ -217,7 +215,6 @@ class _WindowDecoder:
         return new_text
 
     def _slide(self) -> None:
-        """Drop the first half, up to the beginning of a character."""
         for length in range(_WINDOW, _WINDOW - 4, -1):
             text = self.decode(self.window[-length:])
             if self.text.endswith(text):
@@ -231,8 +228,6 @@ class _WindowDecoder:
 
 
 class _MarkedDecoder:
-    """A decoder that shows special tokens of tool calls."""
-
     def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int]) -> None:
         self.vocabulary = vocabulary
         self.inner = vocabulary.decoder(prompt_ids)
@@ -257,8 +252,8 @@ class ResponseText:
     def __init__(self, decoder: TokenDecoder, stop: Sequence[str] = ()) -> None:
         self.decoder = decoder
         self.stop = tuple(stop)
-        self.decoded = 0  # characters so far, with those that are held back
-        self._held = ""  # perhaps the beginning of a stop string
+        self.decoded = 0  # characters, with those held back
+        self._held = ""  # perhaps a stop string's beginning
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Return the text that the next tokens make final."""
@@ -267,15 +262,15 @@ class ResponseText:
         return "".join(self._release(self._decode([token])) for token in token_ids)
 
     def end(self, token_ids: Sequence[int], stop_reason: int | str | None) -> str:
-        """Return the rest of the text, with the last tokens. stop_reason: the id or text of the
-        stop that ended the response, which is cut off; None: none did."""
+        """Return the rest of the text. stop_reason: the id or text of the stop, which
+        is cut off."""
         if stop_reason is None:
             return self.feed(token_ids) + self._rest()
         text = self.feed(token_ids[:-1])
-        if isinstance(stop_reason, int):  # the last token is the stop, and is not shown
+        if isinstance(stop_reason, int):
             return text + self._rest()
         last_text = self._held + self._decode(token_ids[-1:]) + self.decoder.end()
-        stop_at = last_text.find(stop_reason)  # missing when special tokens are a part of it
+        stop_at = last_text.find(stop_reason)  # missing when it contains special tokens
         return text + (last_text if stop_at < 0 else last_text[:stop_at])
 
     def _decode(self, token_ids: Sequence[int]) -> str:
@@ -288,7 +283,6 @@ class ResponseText:
         return rest
 
     def _release(self, new: str) -> str:
-        """Hold back what may be the beginning of a stop string, and return the text before it."""
         text = self._held + new
         num_held = max(overlap(text, stop) for stop in self.stop)
         self._held = text[len(text) - num_held :]

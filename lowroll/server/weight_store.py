@@ -1,11 +1,7 @@
-"""Weights by the id of a version, a folder in `--weights-dir`.
+"""Weights by the id of a version, a folder in `--weights-dir` (docs/server.md).
 
-    weights-dir/step_000007/    as `checkpoint.publish` leaves it: a dense model folder of the served
-                                model's sizes, or a PEFT adapter folder; with a STABLE a trainer's
-                                broadcast (`weights.sync.folder`)
-
-A client sends an id and never a path. Neither the folder nor its files may be links, and every byte
-has its published digest.
+A client sends an id and never a path. Folders and files must not be links, and every byte has its
+published digest.
 """
 
 from __future__ import annotations
@@ -40,7 +36,7 @@ if TYPE_CHECKING:
 
 _VERSION_ID = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}", re.ASCII)
 _TRAILING_NUMBER = re.compile(r"\d{1,18}$", re.ASCII)
-_MAX_READS = 3  # attempts to read a broadcast that is written again meanwhile
+_MAX_READS = 3  # of a broadcast that is being rewritten
 
 
 @dataclass(frozen=True)
@@ -56,14 +52,13 @@ class WeightVersion:
 
     @property
     def kind(self) -> str:
-        """The kind of its weights (`weights.sync.base.Kind`). DamagedError without a manifest."""
+        """The kind of its weights. DamagedError without a manifest."""
         if self.broadcast is not None:
             return self.broadcast.kind
         return "adapter" if "adapter_config.json" in published_files(self.folder) else "full"
 
     def number(self, newest: int) -> int:
-        """Return the number of its policy: a broadcast's own, else the one in its name, or the one
-        after the newest."""
+        """Return its policy number: of the broadcast, else in its name, else after the newest."""
         if self.broadcast is not None:
             return self.broadcast.version
         match = _TRAILING_NUMBER.search(self.name)
@@ -74,17 +69,18 @@ VersionUpdates = list[tuple[WeightVersion, "WeightUpdate"]]  # in the order to t
 
 
 class WeightStore:
-    """The versions in a folder, for an engine of the folder `model`. client: of the trainer's direct
-    route. ValueError when there is no such folder."""
+    """The versions in a folder, for an engine of the folder `model`. client: of the trainer's
+    direct route. ValueError when there is no such folder."""
 
     def __init__(self, folder: str | Path, model: Path, client: WeightClient | None = None) -> None:
         self.folder = Path(folder).resolve()
         self.model = model
         self.client = client
-        self.current: WeightVersion | None = None  # None before the first update
+        self.current: WeightVersion | None = None
         if not self.folder.is_dir():
             raise ValueError(f"--weights-dir: {folder} is no folder")
-        import_module("lowroll.weights.sync.folder")  # it loads torch, and no request waits for it
+        # loads torch, for which no request should wait
+        import_module("lowroll.weights.sync.folder")
 
     def versions(self) -> list[str]:
         return sorted(
@@ -100,8 +96,7 @@ class WeightStore:
     def load(
         self, id: str, newest: int, able: Capabilities, weights: str, gap: bool = False
     ) -> tuple[WeightVersion, VersionUpdates]:
-        """Return the version of an id and the updates to it, as `read`; none if the engine holds
-        it."""
+        """Return the version of an id and the updates to it; none if the engine holds it."""
         for _ in range(_MAX_READS):
             version = self.find(id)
             if version.broadcast is not None and version.broadcast == self.held:
@@ -118,16 +113,12 @@ class WeightStore:
         weights: str,
         gap: bool = False,
     ) -> VersionUpdates:
-        """Return the updates to a version, in memory, in order. A version of changes begins where
-        the engine is, or with `gap` at a complete version. newest: the number of the engine's
-        policy. able, weights: the engine's capabilities and format.
-
-        Refuse with 404 an unknown version, with 409 one that is damaged or not for this engine.
-        """
+        """Return the updates to a version, in memory, in order. newest: the number of the engine's
+        policy. Refuse with 404 an unknown version, with 409 a damaged or unfit one."""
         updates = []
         try:
             for link in self._chain(version, gap):
-                # `reading` finds out whether a broadcast is written again meanwhile
+                # finds out whether a broadcast is being rewritten
                 with nullcontext() if link.broadcast is None else reading(link.broadcast):
                     update = self._read(link, link.number(newest), able, weights)
                 updates.append((link, update))
@@ -138,10 +129,10 @@ class WeightStore:
             raise wrong_field("version", self._message(error), 409) from error
 
     def _chain(self, version: WeightVersion, gap: bool) -> list[WeightVersion]:
-        """Return the versions to take, the oldest first, and last the given one.
+        """Return the versions to take, the oldest first.
 
-        A broadcast of changes needs the version `since` before it, and so on, back to a complete
-        one or, without `gap`, to the one that the engine holds.
+        A broadcast of changes needs the version `since` before it, back to the one that the engine
+        holds or, with `gap`, to a complete one.
         """
         held_broadcast = None if gap else self.held
         versions = [version]
@@ -185,7 +176,7 @@ class WeightStore:
         folder = next((folder for folder in folders if _is_published(folder)), None)
         if folder is None:
             raise wrong_field("version", f"there is no {version}", 404)
-        if not os.path.lexists(folder / STABLE):  # no broadcast, or one that is being written
+        if not os.path.lexists(folder / STABLE):  # no broadcast, or an unfinished one
             if "broadcast" in (read_meta(folder) or {}):
                 raise wrong_field("version", f"there is no {version} yet: no {STABLE}", 404)
             return WeightVersion(folder)

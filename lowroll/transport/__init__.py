@@ -1,1 +1,1 @@
-"""Transport of rollouts to the trainer: channels, the codec, and the log of rollouts."""
+"""Transport of rollouts to the trainer."""

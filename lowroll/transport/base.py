@@ -1,8 +1,4 @@
-"""The errors, the waits and the trainer's cursor of all rollout channels.
-
-The orchestrator sends one Batch a step, in order. The trainer receives each once, and after a crash
-those since its checkpoint again.
-"""
+"""The errors, the waits and the trainer's cursor of all rollout channels (docs/architecture.md)."""
 
 from __future__ import annotations
 
@@ -16,8 +12,8 @@ from lowroll.types import Batch, RunFailed
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 0.02  # between two polls of a wait
-REMIND_S = 300.0  # between two log lines of a wait
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 0.02  # between two polls
+REMIND_S = 300.0  # between two log lines
 
 
 class TransportError(RunFailed):
@@ -25,22 +21,22 @@ class TransportError(RunFailed):
 
 
 class OtherFormat(TransportError, ValueError):
-    """A file of another version of lowroll: a mistake of the user, which no restart helps."""
+    """A file of another version of lowroll, which no restart helps."""
 
 
 class DeadlineExceeded(TransportError):
-    """A wait that ran out of time, and what it waited for."""
+    """A wait that ran out of time."""
 
     def __init__(self, waited_for: str, deadline_s: float) -> None:
         super().__init__(f"waited {deadline_s:g} s for {waited_for}")
 
 
 class PeerSilent(DeadlineExceeded):
-    """The other side was there and is silent now."""
+    """A silence of the other side, which was there."""
 
 
 class ChannelClosed(TransportError):
-    """The channel is closed, and empty."""
+    """The channel is closed and empty."""
 
 
 class DamagedFrame(TransportError):
@@ -48,7 +44,7 @@ class DamagedFrame(TransportError):
 
 
 class FrameGone(TransportError):
-    """The trainer needs a batch that the orchestrator no longer has."""
+    """A batch that the trainer needs and the orchestrator no longer has."""
 
 
 class Fenced(TransportError):
@@ -58,7 +54,7 @@ class Fenced(TransportError):
 @dataclass(frozen=True)
 class Cursor:
     """The last step that a trainer's attempt has received, and the last in a checkpoint. Both only
-    grow. ValueError for impossible numbers."""
+    grow."""
 
     received: int
     committed: int
@@ -95,12 +91,11 @@ class RolloutReceiver(Protocol):
     """The trainer's end of a channel."""
 
     def receive(self, deadline_s: float) -> Batch:
-        """Return the next batch, each once and in order. DeadlineExceeded after `deadline_s`
-        seconds, ChannelClosed when none can come."""
+        """Return the next batch, each once and in order. Raises DeadlineExceeded, ChannelClosed."""
 
 
 def check_deadline(deadline_s: float) -> float:
-    """Return the deadline. ValueError unless it is a finite number of 0 or more."""
+    """Return the deadline. ValueError unless it is finite and not negative."""
     if (
         isinstance(deadline_s, bool)
         or not isinstance(deadline_s, (int, float))
@@ -121,8 +116,8 @@ def wait_until(
 ) -> None:
     """Poll `ready` until it is true, and log every REMIND_S seconds what is waited for.
 
-    alive: called between polls; raises when the other side cannot answer any more. pause: in place
-    of `time.sleep`. DeadlineExceeded after `deadline_s` seconds.
+    alive: called between polls; raises when the other side cannot answer. pause: replaces
+    `time.sleep`. Raises DeadlineExceeded.
     """
     deadline_s = check_deadline(deadline_s)
     began = time.monotonic()

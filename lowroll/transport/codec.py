@@ -8,11 +8,11 @@ sample. msgspec checks the lines against the dataclasses' type hints.
 2. A union of dataclasses carries the class name under `type`.
 3. Bytes are base64; a tuple of fixed length is a list of that length.
 4. A field marked `types.OMITTED` is left out where it is None, and never null.
-5. Both directions are strict: an unknown, missing or ill-typed field, a wrong count or a torn line
-   is a CodecError that names the line and the field.
+5. An unknown, missing or ill-typed field, a wrong count or a torn line is a CodecError that names
+   the line and the field.
 
-The decoder also accepts a repeated field, an integer above 2^53 in a float field, and bits behind the
-last byte of base64. Checksums around the lines detect damage (`rollout_log`, `frame`).
+The decoder also accepts a repeated field, an integer above 2^53 in a float field, and bits behind
+the last byte of base64.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_BYTES = 1 << 30
 _TAG = "type"
 _MAX_EXACT_INT = 1 << 53  # integers up to here are doubles
 _NON_FINITE = ("inf", "-inf", "nan")
-_FLOAT: Any = float | Literal["inf", "-inf", "nan"]  # in JSON
+_FLOAT: Any = float | Literal["inf", "-inf", "nan"]
 
 
 class CodecError(ValueError):
@@ -45,12 +45,12 @@ class CodecError(ValueError):
 
 
 def encode_batch(batch: Batch) -> bytes:
-    """Return a batch as lines. CodecError names a field that JSON cannot carry exactly."""
+    """Return a batch as lines. Raises CodecError."""
     return encode_header(batch) + b"".join(map(encode_sample, batch.samples))
 
 
 def decode_batch(data: bytes, max_bytes: int = MAX_BYTES) -> Batch:
-    """Return the batch that `encode_batch` wrote as `data`."""
+    """Decode `encode_batch`."""
     if len(data) > max_bytes:
         raise CodecError(f"a batch of {len(data)} bytes is over the limit of {max_bytes}")
     if not data.endswith(b"\n"):
@@ -63,7 +63,7 @@ def decode_batch(data: bytes, max_bytes: int = MAX_BYTES) -> Batch:
 
 
 def encode_header(batch: Batch) -> bytes:
-    """Return the first line of a batch, with its newline."""
+    """Return the first line of a batch."""
     header = {"kind": "batch", "format": FORMAT, "num_samples": len(batch.samples)}
     header |= _to_plain(dataclasses.replace(batch, samples=[]), Batch, "batch")
     del header["samples"]
@@ -71,7 +71,7 @@ def encode_header(batch: Batch) -> bytes:
 
 
 def decode_header(line: bytes, num_samples: int) -> Batch:
-    """Return the batch of a header, without its `num_samples` samples."""
+    """Return the batch of a header, without its samples."""
     header = strictly("line 1", lambda: msgspec.json.decode(line))
     if type(header) is not dict or header.pop("kind", None) != "batch":
         raise CodecError("line 1: not the header of a batch")
@@ -90,7 +90,7 @@ def encode_sample(sample: Sample) -> bytes:
 
 
 def decode_sample(line: bytes, where: str = "sample") -> Sample:
-    """Return the sample in `line`, with or without its newline."""
+    """Decode a sample's line, with or without its newline."""
     decoded = strictly(where, lambda: msgspec.json.decode(line, type=_schema(Sample)))
     return cast(Sample, _to_record(decoded, Sample, _has_non_finite(line)))
 
@@ -112,7 +112,6 @@ def _encode_line(value: Any, where: str) -> bytes:
 
 @cache
 def _field_hints(kind: type) -> dict[str, tuple[Any, bool]]:
-    """Return the type hint of each field, and whether it may be left out."""
     hints = typing.get_type_hints(kind)
     return {
         field.name: (hints[field.name], bool(field.metadata.get("omitted")))
@@ -127,14 +126,12 @@ def _origin_and_args(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 @cache
 def _union_members(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union; () for another hint."""
     origin, args = _origin_and_args(hint)
     return args if origin in (Union, types.UnionType) else ()
 
 
 @cache
 def _needs_no_conversion(hint: Any) -> bool:
-    """Return whether msgspec's value of a hint is already the final one."""
     origin, args = _origin_and_args(hint)
     if origin is Literal or hint in (Any, str, int, bool, bytes, type(None)):
         return True
@@ -152,7 +149,6 @@ def _is_numeric(hint: Any) -> bool:
 
 @cache
 def _schema(hint: Any, tagged: bool = False) -> Any:
-    """Return msgspec's type for a type hint. tagged: a dataclass carries its name."""
     if hint is float:
         return _FLOAT
     if dataclasses.is_dataclass(hint):
@@ -185,8 +181,6 @@ def _msgspec_struct(kind: type, tagged: bool) -> type[msgspec.Struct]:
 
 
 def _to_plain(value: Any, hint: Any, where: str) -> Any:
-    """Return a value as data that msgspec writes as JSON without a change. CodecError, beginning
-    with `where`, for a value that is not of the type `hint`."""
     if hint is Any:
         return _check_json(value, where)
     if members := _union_members(hint):
@@ -250,8 +244,8 @@ def _check_type(value: Any, kind: type, where: str) -> None:
 
 
 def _encode_numbers(values: Any, hint: Any) -> msgspec.Raw | None:
-    """Return lists of numbers as JSON, checked at once, because a batch has millions of them. None
-    where one is of another type or not finite (null in JSON)."""
+    """Return lists of numbers as JSON, checked together, because a batch has millions of them. None
+    for another type, or a number that is not finite."""
     try:
         converted = msgspec.convert(values, hint)
         data = msgspec.json.encode(converted)
@@ -280,8 +274,6 @@ def _has_non_finite(line: bytes) -> bool:
 
 
 def _to_record(value: Any, hint: Any, has_non_finite: bool) -> Any:
-    """Return msgspec's value as one of type `hint`: structs become dataclasses, and the strings of
-    infinities and NaN floats."""
     if _needs_no_conversion(hint) or _is_numeric(hint) and not has_non_finite:
         return value
     if members := _union_members(hint):
@@ -312,5 +304,5 @@ def _union_to_record(value: Any, members: tuple[Any, ...], has_non_finite: bool)
         origin, _ = _origin_and_args(member)
         if type(value).__name__ == (origin or member).__name__:
             return _to_record(value, member, has_non_finite)
-    # an integer, or the string of an infinity or NaN
+    # or the string of an infinity or NaN
     return float(value) if float in members and value is not None else value

@@ -1,8 +1,5 @@
-"""Authentication and encryption of the rollout socket with ZeroMQ's CURVE.
-
-Both ends derive both key pairs from the run's token, so a peer without it is rejected before any of
-its messages is read. Source: RFC 26 (CurveZMQ) and RFC 27 (ZAP) of rfc.zeromq.org.
-"""
+"""Authentication and encryption of the rollout socket with ZeroMQ's CURVE (docs/security.md): RFC
+26 (CurveZMQ) and RFC 27 (ZAP) of rfc.zeromq.org."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-HANDSHAKE_MS = 5_000  # unauthenticated connections are closed after this
+HANDSHAKE_MS = 5_000  # for unauthenticated connections
 _DOMAIN = "rollouts"
 
 

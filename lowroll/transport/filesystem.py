@@ -1,8 +1,5 @@
 """Rollouts through a shared folder: the spool, and one file with the trainer's cursor.
 
-    orchestrator   step_000012.frame      whole or absent, never changed
-    trainer        cursor.json            what it has received and committed, replaced whole
-
 Each side polls the folder; the caller's `alive` detects a dead peer.
 """
 
@@ -23,13 +20,13 @@ from lowroll.transport.base import (
 from lowroll.transport.spool import Spool
 from lowroll.types import Batch
 
-TRIES = 3  # reads of a damaged frame
-_PAUSE_S = 0.2  # between reads
+TRIES = 3  # of a damaged frame
+_PAUSE_S = 0.2
 
 
 class Sender:
     """The orchestrator's end. hwm: how many batches the trainer may be behind; `send` waits at most
-    `deadline_s` seconds for it. alive: raises when the trainer cannot answer any more."""
+    `deadline_s` seconds for it. alive: raises when the trainer cannot answer."""
 
     def __init__(
         self,
@@ -58,8 +55,7 @@ class Sender:
         """Do nothing: the trainer polls the folder."""
 
     def send(self, batch: Batch) -> None:
-        """Put a batch into the spool. DeadlineExceeded when the trainer is too far behind, FrameGone
-        when it needs a batch that is gone; nothing is sent then."""
+        """Put a batch into the spool, or raise DeadlineExceeded or FrameGone."""
         if self.closed:
             raise ChannelClosed(f"batch of step {batch.step} was sent on a closed rollout channel")
         if batch.step not in self.spool.steps():  # `put` only compares a present one
@@ -78,7 +74,6 @@ class Sender:
         self.notify()
 
     def _has_room(self, step: int, cursor: Cursor | None) -> bool:
-        """Return whether the trainer is near enough for another batch. FrameGone as by `send`."""
         steps = self.spool.steps()
         if cursor is None:
             return len(steps) < self.hwm
@@ -104,8 +99,8 @@ class Sender:
             )
 
     def go_back(self, cursor: Cursor) -> None:
-        """Drop the batches after the trainer's checkpoint, to be made again. A trainer that has
-        received more is dismissed."""
+        """Drop the batches after the trainer's checkpoint. A trainer that has received more is
+        dismissed."""
         if cursor.received > cursor.committed:
             self.spool.progress.dismiss(cursor)
         self.spool.drop_after(-1)
@@ -113,7 +108,7 @@ class Sender:
         self.closed, self._ended, self._cursor = False, None, None
 
     def end(self, reason: str) -> None:
-        """Declare that no batch follows: after the last the trainer gets ChannelClosed."""
+        """Declare that no batch follows."""
         self.closed, self._ended = True, reason
         self.spool.end(reason)
         self.notify()
@@ -137,8 +132,8 @@ class Sender:
 
 
 class Receiver:
-    """The trainer's end. attempt: grows with every start; earlier ones are fenced. committed: the
-    step of the checkpoint that it resumes from."""
+    """The trainer's end. attempt: grows with every start. committed: the step of the checkpoint
+    that it resumes from."""
 
     def __init__(
         self,
@@ -156,8 +151,7 @@ class Receiver:
         self._report(self._cursor)
 
     def receive(self, deadline_s: float) -> Batch:
-        """Return the next batch. FrameGone when only later ones are there, DamagedFrame when it is
-        not what was sent, Fenced when a later attempt has taken over."""
+        """Return the next batch. Raises FrameGone, DamagedFrame, Fenced."""
         step = self._cursor.received + 1
         wait_until(
             lambda: self._is_decided(step),
@@ -187,7 +181,7 @@ class Receiver:
         if self.spool.path(step).exists() or self.spool.ended() is not None:
             return True
         oldest = min(self.spool.steps(), default=step)
-        # looked for again: it may have come since, with later ones
+        # it may have come since, with later ones
         if oldest > step and not self.spool.path(step).exists():
             raise FrameGone(
                 f"{self.spool.folder}: the trainer needs the batch of step {step}; "

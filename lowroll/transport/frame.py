@@ -1,12 +1,12 @@
 """A batch as bytes, the same on every transport and on disk.
 
-    {"run":"","step":12,"size":48123,"sha256":"...","kind":"frame","format":3, "crc": "9cf16ae5"}
-    {"kind":"batch","format":1,"num_samples":256,"step":12,...}
-    the samples, a MessagePack array
+  {"run":"","step":12,"size":48123,"sha256":"...","kind":"frame","format":3, "crc": "9cf16ae5"}
+  {"kind":"batch","format":1,"num_samples":256,"step":12,...}
+  the samples, a MessagePack array
 
 The first line is sealed (`checkpoint.line_checksum`); `sha256` is of the bytes after it. The second
 line is the log's header. A sample is its line of the log without the long lists of numbers, which
-follow as bytes: as text they are most of the cost of a batch.
+follow as bytes: as text they are most of the cost.
 """
 
 from __future__ import annotations
@@ -51,13 +51,12 @@ class PackedSample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     sample: bytes  # its line of the log
     prompt_ids: bytes  # int32
     token_ids: bytes  # int32
-    logprobs: bytes  # float64, as engines' values are not rounded
+    logprobs: bytes  # float64, since engines' values are not rounded
     loss_mask: bytes  # one byte each
 
 
 def encode_frame(batch: Batch) -> bytes:
-    """Return the frame of a batch. CodecError for one that cannot be carried exactly, or is too
-    long."""
+    """Return the frame of a batch. Raises CodecError."""
     payload = pack_batch(batch)
     if len(payload) > MAX_BYTES:
         raise CodecError(
@@ -68,7 +67,7 @@ def encode_frame(batch: Batch) -> bytes:
 
 
 def decode_frame(data: bytes, step: int, where: str) -> Batch:
-    """Return the batch of `step`. DamagedFrame, beginning with `where`, for anything else, and
+    """Decode the frame of `step`. DamagedFrame, beginning with `where`, for anything else, and
     OtherFormat."""
     payload = check_frame(data, step, where)
     try:
@@ -81,7 +80,7 @@ def decode_frame(data: bytes, step: int, where: str) -> Batch:
 
 
 def check_frame(data: bytes, step: int, where: str) -> bytes:
-    """Return the bytes after the header, checked for size and digest. Raises as `decode_frame`."""
+    """Return the checked bytes after the header. Raises as `decode_frame`."""
     payload_start = data.find(b"\n", 0, MAX_LINE_BYTES) + 1
     try:
         if not payload_start:
@@ -105,12 +104,12 @@ def check_frame(data: bytes, step: int, where: str) -> bytes:
 
 
 def pack_batch(batch: Batch) -> bytes:
-    """Return a frame without its first line. CodecError names a field that cannot be carried."""
+    """Return a frame without its first line. Raises CodecError."""
     return encode_header(batch) + msgspec.msgpack.encode([pack_sample(s) for s in batch.samples])
 
 
 def unpack_batch(data: bytes) -> Batch:
-    """Return the batch that `pack_batch` wrote. CodecError for anything else."""
+    """Decode `pack_batch`. CodecError for anything else."""
     header_line, _, samples = data.partition(b"\n")
     packed_samples = strictly(
         "samples", lambda: msgspec.msgpack.decode(samples, type=list[PackedSample])

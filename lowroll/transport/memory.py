@@ -1,4 +1,4 @@
-"""A channel inside one process, which passes objects. Thread-safe."""
+"""A channel inside one process. Thread-safe."""
 
 from __future__ import annotations
 

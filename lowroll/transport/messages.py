@@ -1,11 +1,4 @@
-"""The messages of a rollout channel other than the frames: one sealed line each.
-
-trainer        CursorReport    a file: what it has received and committed
-trainer        PieceRequest    zmq: the same, and the piece of a frame that it requests
-orchestrator   PieceReply      zmq: the piece, or why there is none
-orchestrator   SenderAddress   a file: where it listens
-orchestrator   EndOfBatches    a file: why no batch follows
-"""
+"""The messages of a rollout channel other than the frames: one sealed line each."""
 
 from __future__ import annotations
 
@@ -23,7 +16,7 @@ Line = TypeVar("Line", bound=msgspec.Struct)
 class SealedMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A message of a channel. ValueError for an unknown or impossible field."""
 
-    run: Literal[""] = ""  # kept for the format of files: a run has a folder and a token of its own
+    run: Literal[""] = ""  # kept for the format of files
 
 
 class _Report(SealedMessage, frozen=True, kw_only=True):
@@ -40,7 +33,7 @@ class _Report(SealedMessage, frozen=True, kw_only=True):
 
 
 class CursorReport(_Report, frozen=True, kw_only=True):
-    """A trainer's cursor."""
+    """A trainer's cursor, as a file."""
 
     format: Literal[1] = 1
 
@@ -62,10 +55,10 @@ class PieceReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     piece     bytes of the frame of `step` from `offset` on, of `size` in all; they follow the line
     wait      the frame is not there yet; it is sent as soon as it is
     heard     acknowledges a request without `want`
-    ended     no frame follows; `text` says why
+    ended     no frame follows, for the reason in `text`
     gone      only later frames are there
-    fenced    a later attempt of the trainer has taken over, or will; `text` says it
-    refused   the frame cannot be read; `text` says why
+    fenced    a later attempt of the trainer has taken over, or will
+    refused   the frame cannot be read, for the reason in `text`
     """
 
     kind: ReplyKind
@@ -81,7 +74,7 @@ class PieceReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class SenderAddress(SealedMessage, frozen=True, kw_only=True):
-    """The address of an orchestrator, such as tcp://127.0.0.1:41233."""
+    """An orchestrator's address, such as tcp://127.0.0.1:41233, as a file."""
 
     attempt: int
     address: str
@@ -89,7 +82,7 @@ class SenderAddress(SealedMessage, frozen=True, kw_only=True):
 
 
 class EndOfBatches(SealedMessage, frozen=True, kw_only=True):
-    """The end of a run's batches, and its reason."""
+    """The end of a run's batches, and its reason, as a file."""
 
     reason: str
 
@@ -99,7 +92,7 @@ def encode_line(message: msgspec.Struct) -> bytes:
 
 
 def decode_line(kind: type[Line], data: bytes) -> Line:
-    """Return the message that `encode_line` wrote. ValueError for anything else."""
+    """Decode `encode_line`. ValueError for anything else."""
     if len(data) > MAX_LINE_BYTES:
         raise ValueError(f"{len(data)} bytes; a line has {MAX_LINE_BYTES} at most")
     content, has_checksum = unseal(data.removesuffix(b"\n"))
@@ -119,5 +112,5 @@ def encode_cursor(cursor: Cursor) -> bytes:
 
 
 def decode_cursor(data: bytes) -> Cursor:
-    """Return the cursor that `encode_cursor` wrote. ValueError for anything else."""
+    """Decode `encode_cursor`. ValueError for anything else."""
     return decode_line(CursorReport, data).cursor

@@ -1,9 +1,8 @@
 """Every rollout of a run on disk: `rollouts/step_000012.jsonl`, one file a step, in the codec's
 format.
 
-A file is written atomically, and each line ends with its checksum (`checkpoint.line_checksum`, seeded
-with the line's number). A resumed run overwrites the steps that it repeats. Training never reads
-these files.
+A file is written atomically, and each line ends with its checksum (`checkpoint.line_checksum`,
+seeded with the line's number). A resumed run overwrites the steps that it repeats.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _FIRST_BYTES = b'{"kind":"batch",'
 
 
 def write_rollouts(folder: Path, batch: Batch) -> Path:
-    """Write the file of a batch; return its path. CodecError before anything is written."""
+    """Write the file of a batch; return its path. CodecError before any write."""
     lines = encode_batch(batch).removesuffix(b"\n").split(b"\n")
     folder.mkdir(parents=True, exist_ok=True)
     path = rollouts_path(folder, batch.step)
@@ -35,7 +34,7 @@ def rollouts_path(folder: Path, step: int) -> Path:
 
 
 def without_evictions(batch: Batch) -> Batch:
-    """Return the batch without the tokens that bounded caches dropped (`types.Evictions`)."""
+    """Return the batch without its evictions."""
     if all(sample.rollout.evictions is None for sample in batch.samples):
         return batch
     samples = [
@@ -45,10 +44,10 @@ def without_evictions(batch: Batch) -> Batch:
 
 
 def read_rollouts(path: Path) -> Batch:
-    """Return the batch in a file. CodecError names file, line and field of a damage."""
+    """Return the batch in a file. CodecError names file, line and field."""
     try:
         batch = decode_batch(unseal_lines(read_file(path)))
-    except ValueError as error:  # CodecError is a ValueError
+    except ValueError as error:  # includes CodecError
         raise CodecError(f"{path}: {error}") from error
     name_match = _FILE_NAME.fullmatch(path.name)
     if name_match and int(name_match[1]) != batch.step:
@@ -62,7 +61,7 @@ def rollout_files(folder: Path) -> list[tuple[int, Path]]:
 
 
 def is_rollouts(path: Path) -> bool:
-    """Return whether a file's first line is one of `write_rollouts`."""
+    """Return whether a file begins as `write_rollouts` writes it."""
     if not path.is_file():
         return False
     with path.open("rb") as file:

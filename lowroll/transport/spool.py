@@ -1,7 +1,8 @@
-"""The sent batches that may be requested again: `step_000012.frame`, one file each.
+"""The sent batches that may be requested again: `step_000012.frame`, one file each
+(docs/architecture.md).
 
-A file is whole and never changed. The steps have no gaps. The newest frame stays, because a
-restarted orchestrator resumes from the state in it.
+The steps have no gaps. The newest frame stays, because a restarted orchestrator resumes from its
+state.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ log = logging.getLogger(__name__)
 _FRAME_NAME = re.compile(r"step_([0-9]{6,15})\.frame")
 END = "end.json"
 CURSOR = "cursor.json"
-DISMISSED = "dismissed.json"  # cursor of the last dismissed trainer
+DISMISSED = "dismissed.json"  # of the last dismissed trainer
 _MAX_REASON_CHARS = 500
-DAMAGED = ".damaged"  # suffix of a frame that was set aside
+DAMAGED = ".damaged"  # suffix of frames set aside
 
 
 class Spool:
@@ -53,11 +54,8 @@ class Spool:
         return sorted(step for step in steps if self.path(step).is_file())
 
     def put(self, batch: Batch) -> None:
-        """Store a batch durably. The same batch again changes nothing.
-
-        TransportError for another batch of a present step, or one that leaves a gap, and CodecError
-        for one that cannot be encoded, before anything is written.
-        """
+        """Store a batch durably; the same batch again changes nothing. TransportError for another
+        batch of a present step or a gap, and CodecError, before anything is written."""
         data = encode_frame(batch)
         steps = self.steps()
         if batch.step in steps:
@@ -73,7 +71,7 @@ class Spool:
         write_file(self.path(batch.step), data)
 
     def get(self, step: int) -> bytes:
-        """Return the frame of a step. FrameGone or DamagedFrame when it is not as it was sent."""
+        """Return the frame of a step. Raises FrameGone, DamagedFrame."""
         data = self._bytes(step)
         check_frame(data, step, str(self.path(step)))
         return data
@@ -92,8 +90,7 @@ class Spool:
         return FrameGone(f"{self.path(step)}: the batch of step {step} is not there")
 
     def piece(self, step: int, offset: int, most: int) -> tuple[bytes, int]:
-        """Return at most `most` bytes of a frame, unchecked, and its size. FrameGone when it is not
-        there."""
+        """Return at most `most` unchecked bytes of a frame, and its size. Raises FrameGone."""
         path = self.path(step)
         try:
             with naming(path), path.open("rb", buffering=0) as file:
@@ -106,12 +103,12 @@ class Spool:
         return self.read(steps[-1]) if steps else None
 
     def reaches(self, step: int) -> bool:
-        """Return whether all batches sent after `step` are there."""
+        """Return whether all batches after `step` are there."""
         steps = self.steps()
         return bool(steps) and steps[0] <= step + 1 and step <= steps[-1]
 
     def drop_through(self, step: int) -> None:
-        """Delete the frames up to `step` but not the newest of all."""
+        """Delete the frames up to `step` but not the newest."""
         self._unlink([self.path(stored) for stored in self.steps()[:-1] if stored <= step])
 
     def drop_after(self, step: int) -> list[int]:
@@ -122,18 +119,17 @@ class Spool:
         return later_steps
 
     def repair(self) -> None:
-        """Set aside the first damaged frame and those after it, to be made again. Delete the frames
-        before a gap."""
+        """Set aside the first damaged frame and those after it. Delete the frames before a gap."""
         steps = self.steps()
         for index, step in enumerate(steps):
             try:
-                self.get(step)  # its digest: to decode all frames would take seconds
+                self.get(step)  # only the digest: to decode all frames would take seconds
             except (DamagedFrame, FrameGone) as error:
                 log.error("%s; it is set aside with those after it, to be made again", error)
                 self._set_aside(steps[index:])
                 steps = steps[:index]
                 break
-        for index in range(len(steps) - 1, 0, -1):  # from the newest: what is before its gap goes
+        for index in range(len(steps) - 1, 0, -1):
             if steps[index] != steps[index - 1] + 1:
                 self._unlink([self.path(step) for step in steps[:index]])
                 break
@@ -178,15 +174,15 @@ class Spool:
 
 
 class Progress:
-    """The trainer's cursor, and that of the last dismissed attempt, in the frames' folder."""
+    """The trainer's cursor, and that of the last dismissed attempt."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._refused = b""  # a damaged cursor that is already logged
+        self._refused = b""  # damaged, and logged
 
     def cursor(self) -> Cursor | None:
-        """Return the trainer's cursor. None before its first report, for a dismissed attempt, and for
-        a damaged report, which is logged once."""
+        """Return the trainer's cursor. None before its first report, for a dismissed attempt, and
+        for a damaged report."""
         path = self.folder / CURSOR
         try:
             data = read_file(path)
@@ -202,7 +198,7 @@ class Progress:
             return None
 
     def report(self, cursor: Cursor) -> None:
-        """Store a trainer's cursor. Fenced when a later attempt has reported."""
+        """Store a trainer's cursor. Raises Fenced."""
         path, stored = self.folder / CURSOR, self.cursor()
         if stored is not None and stored.attempt > cursor.attempt:
             raise Fenced(f"{path}: {takeover(stored.attempt, cursor.attempt)}")
@@ -211,7 +207,7 @@ class Progress:
         write_file(path, encode_cursor(cursor))
 
     def dismiss(self, cursor: Cursor) -> None:
-        """Dismiss an attempt of the trainer: it is Fenced, and the next starts from the checkpoint."""
+        """Dismiss an attempt: it is Fenced, and the next starts from the checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_file(self.folder / DISMISSED, encode_cursor(cursor))
 

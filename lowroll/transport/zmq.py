@@ -2,13 +2,12 @@
 
     trainer (DEALER)        PieceRequest   frame 12 from byte 0 on; received 11, committed 10
     orchestrator (ROUTER)   wait           not there yet; sent at once, which shows that it lives
-                            piece          bytes 0 .. 4 MiB of 9 MiB, as soon as the frame is in the spool
+                            piece          bytes 0 .. 4 MiB of 9 MiB, once the frame is in the spool
     trainer                 PieceRequest   frame 12 from byte 4 MiB on
-    ...
 
-A request is repeated until it is answered, and the next one acknowledges. Pieces bound the size of a
-message and let a transfer resume after a restart of either side. A message has two parts: a sealed
-line (`transport.messages`) and the bytes of the piece.
+A request is repeated until it is answered, and the next one acknowledges. Pieces bound the size of
+a message and let a transfer resume after a restart of either side. A message is a sealed line
+(`transport.messages`) and a piece.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ TRIES = 3  # for a damaged frame
 RETRY_S = 1.0
 SILENCE_S = 30.0
 _LINGER_MS = 1000
-_POLL_S = 0.1  # between looks for a peer
+_POLL_S = 0.1  # between checks for a peer
 _CLOSE_S = 2.0
 _MAX_WAITING = 16
 
@@ -74,8 +73,8 @@ def pack(message: PieceRequest | PieceReply, piece: bytes) -> list[bytes]:
 
 
 def unpack(kind: type[Line], parts: Sequence[bytes]) -> tuple[Line, bytes]:
-    """Return the message and its piece. ValueError for what `pack` did not make."""
-    line, piece = parts  # ValueError for another number of parts
+    """Decode `pack`. ValueError for anything else."""
+    line, piece = parts  # ValueError for another number
     if len(piece) > PIECE:
         raise ValueError(f"a piece of {len(piece)} bytes is too long")
     return decode_line(kind, line), piece
@@ -84,7 +83,6 @@ def unpack(kind: type[Line], parts: Sequence[bytes]) -> tuple[Line, bytes]:
 def _open_socket(
     context: zmq.Context[zmq.Socket[bytes]], kind: int, most: int
 ) -> zmq.Socket[bytes]:
-    """Open a socket for messages of at most `most` bytes that detects lost peers."""
     opened = context.socket(kind)
     for option, value in (
         (zmq.LINGER, _LINGER_MS),
@@ -104,8 +102,8 @@ class Sender(FolderSender):
     """The orchestrator's end. Listens on `host` and `port` (0: a free one), and writes the address
     to the file `publish`.
 
-    attempt: grows with every start of the orchestrator. token: the shared secret; other clients are
-    rejected. ValueError without one, TransportError for an address in use.
+    attempt: grows with every start. token: the shared secret. ValueError without one,
+    TransportError for an address in use.
     """
 
     def __init__(
@@ -149,15 +147,15 @@ class Sender(FolderSender):
 
 
 class SpoolServer:
-    """The thread that answers requests. Only it uses the socket."""
+    """The thread that answers requests, which alone uses the socket."""
 
     def __init__(self, spool: Spool, attempt: int, token: str) -> None:
         self.spool = spool
         self.attempt = attempt
         self.cursor = spool.progress.cursor()
-        self.dismissed = spool.progress.dismissed()  # attempt of the trainer
-        self.iterations = 0  # of the thread; for tests
-        self._waiting: dict[bytes, PieceRequest] = {}  # by peer: requests for later frames
+        self.dismissed = spool.progress.dismissed()  # of the trainer
+        self.iterations = 0  # for tests
+        self._waiting: dict[bytes, PieceRequest] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.authenticator = start_authenticator(self._context, token)
         self._socket = _open_socket(self._context, zmq.ROUTER, 2 * MAX_LINE_BYTES)
@@ -242,7 +240,6 @@ class SpoolServer:
             self._answer(peer, request, again=False)
 
     def _read_requests(self) -> dict[bytes, PieceRequest]:
-        """Return the last request of each peer: one answer is enough."""
         requests: dict[bytes, PieceRequest] = {}
         while True:
             try:
@@ -257,7 +254,7 @@ class SpoolServer:
                     log.warning("a message that no trainer sends is refused: %s", printable(error))
 
     def _answer(self, peer: bytes, request: PieceRequest, again: bool) -> None:
-        """Answer a request, or let it wait for its frame. again: it has waited, and was told so."""
+        """Answer a request, or let it wait. again: it has waited."""
         self._waiting.pop(peer, None)
         if self.cursor is not None and request.attempt < self.cursor.attempt:
             text = takeover(self.cursor.attempt, request.attempt)
@@ -278,7 +275,7 @@ class SpoolServer:
         faultpoint(f"serve.heard/{cursor.received}")
         try:
             self.spool.progress.report(cursor)
-        except (OSError, Fenced) as error:  # it is stored with the trainer's next step
+        except (OSError, Fenced) as error:  # stored with the trainer's next step
             log.warning("what the trainer has said could not be kept: %s", error)
         self.cursor = cursor
 
@@ -295,14 +292,14 @@ class SpoolServer:
             return
         self._waiting[peer] = request
         if len(self._waiting) > _MAX_WAITING:  # peers that are gone do not say so
-            del self._waiting[next(iter(self._waiting))]  # the oldest
+            del self._waiting[next(iter(self._waiting))]
         if not again:
             self._send(peer, request, "wait")
 
     def _send_piece(self, peer: bytes, request: PieceRequest, step: int, newest: int) -> None:
         try:
             piece, size = self.spool.piece(step, request.offset, PIECE)
-        except FrameGone:  # dropped since; the peer will ask for another
+        except FrameGone:  # dropped since
             self._send(peer, request, "gone", step=newest)
         except OSError as error:
             self._send(peer, request, "refused", text=printable(error, 200))
@@ -317,7 +314,7 @@ class SpoolServer:
         reply = PieceReply(
             kind=kind, attempt=self.attempt, to=request.attempt, committed=committed, **rest
         )
-        with suppress(zmq.Again):  # it does not read, and will ask again
+        with suppress(zmq.Again):  # the peer will repeat its request
             self._socket.send_multipart([peer, *pack(reply, piece)], zmq.NOBLOCK)
 
 
@@ -346,14 +343,13 @@ class Receiver:
         self.alive = alive
         self.silence_s = silence_s
         self._cursor = Cursor(committed, committed, attempt)
-        self._orchestrator = -1  # its attempt
-        self._acknowledged = committed  # the last commit that it has acknowledged
+        self._orchestrator = -1
+        self._acknowledged = committed
         self._warned = False  # that no orchestrator has ever answered
 
     def receive(self, deadline_s: float) -> Batch:
-        """Return the next batch. PeerSilent when an orchestrator that was there is silent for
-        `silence_s` seconds, DamagedFrame after three damaged transfers, FrameGone when only later
-        batches are there, Fenced when a later attempt has taken over, ChannelClosed at the end."""
+        """Return the next batch. PeerSilent after `silence_s` seconds, DamagedFrame after TRIES
+        transfers. Raises FrameGone, Fenced, ChannelClosed."""
         step = self._cursor.received + 1
         deadline = time.monotonic() + check_deadline(deadline_s)
         assembler = FrameAssembler(step)
@@ -371,7 +367,7 @@ class Receiver:
                 raise DeadlineExceeded(self._waited_for(step), deadline_s)
         faultpoint(f"receive.read/{step}")
         self._cursor = self._cursor.receive()
-        self.line.tell(self._request())  # reports the cursor; if it is lost, the next request does
+        self.line.tell(self._request())  # the next request repeats a lost report
         faultpoint(f"receive.said/{step}")
         return assembler.batch
 
@@ -410,8 +406,8 @@ class Receiver:
         return PieceRequest(**vars(self._cursor), want=want, offset=offset)
 
     def _listen(self, assembler: FrameAssembler, seconds: float) -> bool:
-        """Take answers for `seconds`, or until a piece was taken or refused, and another is to be
-        requested. Return whether the orchestrator answered. Raises as `_raise`."""
+        """Take answers for `seconds`, or until a piece was taken or refused. Return whether the
+        orchestrator answered."""
         deadline = time.monotonic() + seconds
         answered = False
         while (remaining_s := deadline - time.monotonic()) > 0:
@@ -432,8 +428,8 @@ class Receiver:
         return answered
 
     def _accept(self, answer: PieceReply) -> bool:
-        """Note whom an answer is of and what it acknowledges. Return False for one to another
-        attempt, or of an earlier orchestrator."""
+        """Note what an answer acknowledges. Return False for one to another attempt, or of an
+        earlier orchestrator."""
         if answer.to != self._cursor.attempt or answer.attempt < self._orchestrator:
             return False
         self._orchestrator = answer.attempt
@@ -462,7 +458,7 @@ class FrameAssembler:
         self.step = step
         self.batch: Batch | None = None
         self._data = bytearray()
-        self._size = 0  # of the whole; 0 before the first piece
+        self._size = 0  # 0 before the first piece
         self._tries = 0
 
     @property
@@ -470,8 +466,8 @@ class FrameAssembler:
         return len(self._data)
 
     def take(self, answer: PieceReply, piece: bytes, where: str) -> bool:
-        """Append a piece, and decode the whole frame. Return False for a piece of another step or
-        offset, which is ignored. DamagedFrame after TRIES damaged frames."""
+        """Append a piece, and decode the whole frame. Return False for another step or offset.
+        Raises DamagedFrame."""
         if answer.step != self.step or answer.offset != self.offset:
             return False
         if problem := self._problem(answer, piece):
@@ -489,7 +485,6 @@ class FrameAssembler:
         return True
 
     def _problem(self, answer: PieceReply, piece: bytes) -> str:
-        """Return why a piece cannot be of this frame, "" if it can."""
         if answer.size > MAX_FRAME_BYTES:
             return f"a frame of {answer.size} bytes is over the limit of {MAX_FRAME_BYTES}"
         if self._size and answer.size != self._size:

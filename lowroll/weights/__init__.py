@@ -1,3 +1,1 @@
-"""Weights from the learner's masters to the engine: calibration, quantization, publication and
-sync.
-"""
+"""Weights from the learner to the engine: calibration, quantization, publication and sync."""

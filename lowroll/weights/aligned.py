@@ -1,17 +1,10 @@
-"""The aligned forward (QaRL): the learner multiplies with the engine's tensors.
+"""The aligned forward (QaRL; docs/algorithms.md): the learner multiplies with the engine's tensors.
 
-    align      once: every linear weight W gets its Q(W), and the forward runs on it (`model.linear`)
-    transpose  once: every linear weight gets fp8 codes of W', with which input gradients are multiplied
-    refresh    after every optimiser update, and after a restore: all codes are made again, in place
-
-Between two updates all micro-batches, the old log-probs and the publication use the same Q(W), so
-the `digest` of learner and engine are equal. Over a quantized base (LoRA) Q(W) is the base itself.
-Embeddings, norms and lm_head stay dense. In the model's own floating-point format the aligned forward
-is the plain one, up to the order of sums where the engine multiplies from a packed copy
-(`quant.dense`).
-
-The gradient's product dX = dY W sums over the rows of W, along which a scale must not change, so it
-has codes of its own with one scale a column of W, a byte a weight.
+Call `align`, and perhaps `transpose`, once, and `refresh` after every optimiser update and every
+restore. Between two updates all micro-batches, the old log-probs and the publication use the same
+codes, so the `digest` of learner and engine are equal. Over a quantized base (LoRA) the codes are
+the base itself. Embeddings, norms and lm_head stay dense. In the model's own floating-point format
+the aligned forward is the plain one, up to the order of sums in packed products (`quant.dense`).
 """
 
 from __future__ import annotations
@@ -31,10 +24,11 @@ from lowroll.quant.formats import QTensor, get_format
 
 
 def align(model: Transformer, format: str) -> Transformer:
-    """Run every linear layer's forward in `format`. ValueError for a low-bit base in another one."""
+    """Run every linear layer's forward in `format`. ValueError for a low-bit base in
+    another one."""
     for name, linear in model.linears():
         base = linear.weight
-        expected_format = get_format(format).of(name).name  # ValueError before anything is aligned
+        expected_format = get_format(format).of(name).name  # ValueError before any change
         if not isinstance(base, QTensor) or get_format(base.format).dense:
             continue
         if base.format != expected_format:
@@ -59,8 +53,8 @@ def realign(model: Transformer, format: str) -> Transformer:
 
 @torch.no_grad()
 def transpose(model: Transformer) -> Transformer:
-    """Multiply every linear layer's input gradients in fp8. ValueError for experts, before any
-    change."""
+    """Multiply every linear layer's input gradients in fp8, with codes of a byte a weight.
+    ValueError for experts, before any change."""
     for name, linear in model.linears():
         if isinstance(linear, StackedLinear):
             raise ValueError(f"{name}: the products of experts have no gradient in fp8")
@@ -118,7 +112,8 @@ def suspended(model: Transformer) -> Iterator[Transformer]:
 
 @contextmanager
 def dequantized(model: Transformer) -> Iterator[Transformer]:
-    """Run an aligned model in the block on a dense copy of its codes, its activations unquantized."""
+    """Run an aligned model in the block on a dense copy of its codes, its activations
+    unquantized."""
     model_codes = [linear.aligned for _, linear in model.linears()]
     with suspended(model):
         for (_, linear), layer_codes in zip(model.linears(), model_codes, strict=True):
@@ -129,7 +124,7 @@ def dequantized(model: Transformer) -> Iterator[Transformer]:
 
 
 def quantized(name: str, linear: Linear, format: str) -> QTensor:
-    """Quantize a layer's weight as `format` says. ValueError names the layer."""
+    """Quantize a layer's weight. ValueError names the layer."""
     try:
         return linear.quantized(get_format(format).of(name).name)
     except ValueError as error:

@@ -1,6 +1,7 @@
-"""AWQ: scale the input channels of a weight before quantization, so that loud channels round finer.
+"""AWQ (docs/algorithms.md): scale the input channels of a weight before quantization, so that loud
+channels round finer.
 
-    Q(W s) (x / s) ~ W x        s a channel; the producer of x is divided by s once, so the function stays
+    Q(W s) (x / s) ~ W x        s a channel; the producer of x is divided by s once
 
 The factors of a ratio r = 0, 1/20, ..., 19/20, from the mean |x| of a channel on calibration text
 (xm) and the mean over the rows of |w| / amax(|w| in its group) (wm):
@@ -8,9 +9,9 @@ The factors of a ratio r = 0, 1/20, ..., 19/20, from the mean |x| of a channel o
     s = max(xm^r / (wm^(1-r) + 1e-4), 1e-4),    s <- s / sqrt(max(s) min(s))
 
 The candidate with the least mean squared error of the output is taken, measured after attention for
-q, k, v, after the MLP for gate and up, and after themselves for o and down. Producers are the
-norms, the rows of v for o (only where every query head has a v of its own), and the rows of up for
-down (AWQ, arXiv 2306.00978, section 3; the ratio and both means as in llm-compressor). Deviations:
+q, k, v, after the MLP for gate and up, and after themselves for o (only where every query head has
+its own v) and down. Source: AWQ, arXiv 2306.00978, section 3; the ratio and both means as in
+llm-compressor. Deviations:
 
 1. s = 1 is a candidate too.
 2. A producer's own rounding changes, so the whole quantized block is measured at the end, and
@@ -18,8 +19,8 @@ down (AWQ, arXiv 2306.00978, section 3; the ratio and both means as in llm-compr
 3. Q(W s) meets x / s in the format's own arithmetic: for W8A8 the rounding of activations counts.
 4. The optional search for clipped ranges is left out.
 
-Inputs are those of the dense model. Memory: two residual streams (T x D numbers each), the quantized
-candidates of one matrix, and the activations of one chunk.
+Inputs are those of the dense model. Memory: two residual streams, the quantized candidates of one
+matrix, and the activations of one chunk.
 
 Legend: T calibration tokens, D hidden size, K in features, N out features.
 """
@@ -44,7 +45,7 @@ RATIOS = tuple(i / 20 for i in range(20))
 @dataclass(frozen=True)
 class Calibrated:
     """The mean squared errors of a block's quantized output before and after, and the ratio of each
-    mapping (None: s = 1). kept: False when the block was restored."""
+    mapping (None: s = 1). kept: False for a restored block."""
 
     plain_error: float
     error: float
@@ -54,8 +55,8 @@ class Calibrated:
 
 @dataclass(frozen=True)
 class Mapping:
-    """A producer whose output channels are divided by s, and their reader. output: runs from its
-    inputs to where the error is measured."""
+    """A producer whose output channels are divided by s, and their reader. output: from its inputs
+    to where the error is measured."""
 
     name: str
     reader: Linear
@@ -72,10 +73,10 @@ def calibrate(
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Calibrated]:
     """Rescale a dense model in place for quantization to `format`; the logits stay up to rounding.
-    Return a record a block.
+    Return a record for each block.
 
-    sequences: token ids of the calibration text. on_progress(done, total) counts blocks. ValueError,
-    before anything changes, as `blockwise.check`.
+    sequences: token ids. on_progress(done, total) counts blocks. ValueError, before anything
+    changes, as `blockwise.check`.
     """
     target_format = get_format(format)
     check("awq", model, target_format, sequences)
@@ -116,7 +117,6 @@ def _calibrate_block(
 
 
 def _calibrate_mapping(mapping: Mapping, format: Format, chunks: list[Chunk]) -> float | None:
-    """Fold the best factors into a mapping's weights; return their ratio, None for s = 1."""
     weight = mapping.reader.weight
     assert isinstance(weight, nn.Parameter)
     abs_sums = torch.stack([mapping.inputs(c).abs().sum(0, dtype=torch.float32) for c in chunks])
@@ -137,7 +137,6 @@ def _calibrate_mapping(mapping: Mapping, format: Format, chunks: list[Chunk]) ->
 def _candidate_errors(
     mapping: Mapping, format: Format, chunks: list[Chunk], candidates: list[Tensor]
 ) -> list[float]:
-    """Return the squared error of a mapping's output over all chunks, for each candidate s_K."""
     weight = mapping.reader.weight
     errors = [0.0] * len(candidates)
     assert isinstance(weight, nn.Parameter)
@@ -157,7 +156,6 @@ def _candidate_errors(
 def _block_error(
     block: Block, format: Format, x_TD: Tensor, y_TD: Tensor, chunks: list[Chunk]
 ) -> float:
-    """Return the mean squared error of the quantized block's output. y_TD: the dense one's."""
     linears = [module for module in block.modules() if isinstance(module, Linear)]
     pairs = [
         (linear, format.quantize(linear.weight))
@@ -173,8 +171,6 @@ def _block_error(
 
 
 def _mappings(block: Block, x_TD: Tensor) -> list[Mapping]:
-    """Return a block's mappings in the order of its forward pass. Their functions run its current
-    weights. x_TD: the residual stream before it."""
     input_norm, mlp_norm = block.pre_norms
     v_rows = slice(-block.kv_heads * block.head_dim, None)
     up_rows = slice(block.gate_up.weight.shape[0] // 2, None)
@@ -236,7 +232,7 @@ def _scale_columns(w_NK: Tensor, s_K: Tensor) -> Tensor:
 
 
 def _relative_magnitude(w_NK: Tensor, group: int | None) -> Tensor:
-    """Return wm: the mean over the rows of |w| / amax(|w|) of its group, 0 for groups of zeros."""
+    """Return wm, with 0 for groups of zeros."""
     w_NK = w_NK.detach().float().abs()
     num_in = w_NK.shape[1]
     group_size = num_in if group is None else group

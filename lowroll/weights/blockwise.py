@@ -1,4 +1,4 @@
-"""Calibration text through a model, a block and a chunk of sequences at a time."""
+"""Calibration text through a model, by block and by chunk of sequences."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ def embed_in_chunks(
 
 
 def _in_chunks(model: Transformer, lengths: list[int]) -> Iterator[Chunk]:
-    """Yield whole sequences, about CHUNK_TOKENS a chunk."""
     start = 0
     chunk_lengths: list[int] = []
     for i, length in enumerate(lengths):
@@ -64,7 +63,6 @@ def input_of(linear: Linear, run: Callable[[], Stream]) -> Tensor:
 
 
 def plain(stream: Stream) -> Tensor:
-    """Return the output of a learner's linear as a plain tensor."""
     assert isinstance(stream, Tensor)
     return stream
 

@@ -1,15 +1,15 @@
 """The search for formats under a budget: each linear layer gets as few bits as the requested
 fidelity allows.
 
-    1  single    every layer alone in its smallest format: the KL of the dense model to it, on
-                 calibration tokens, from its own block on. Larger formats scale it by the squared
-                 error of the layer's output.
-    2  order     from all layers in their smallest format, steps to larger ones, those first that
-                 save most KL a bit (the lower convex hull of each layer's choices)
-    3  whole     the model after so many steps is measured, and the number of steps is bisected
+  1  single    every layer alone in its smallest format: the KL of the dense model to it, on
+               calibration tokens. Larger formats scale it by the squared error of the layer's
+               output.
+  2  order     from all layers in their smallest format, steps to larger ones, those first that
+               save most KL a bit (the lower convex hull of each layer's choices)
+  3  whole     the model after so many steps is measured, and the number of steps is bisected
 
 Errors of single layers add up nearly (on SmolLM2 0.67 for a whole of 0.63), so they give the order;
-only measurements of the whole model are reported, in the formats' own arithmetic.
+only measurements of the whole model are reported.
 
 Legend: T calibration tokens, D hidden size, K in features, N out features, V vocabulary.
 """
@@ -36,16 +36,16 @@ from lowroll.quant.table import OWN
 from lowroll.weights.aligned import quantized
 from lowroll.weights.blockwise import check_dense, input_of, multiplying
 
-# tokens in all, and of each sequence, on which single layers are measured
+# tokens in all, and of each sequence, for single layers
 SINGLE_TOKENS, PIECE_TOKENS = 192, 48
-FINE_BITS = 0.02  # bits a weight: resolution of the search
-HEAD_TOKENS = 256  # tokens whose logits are made at once
-LEAST_KL = 1e-15  # of quantized layers: float32 sums may come out below it
+FINE_BITS = 0.02  # bits a weight
+HEAD_TOKENS = 256
+LEAST_KL = 1e-15  # float32 sums of quantized layers may be smaller
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Token ids of sequences, and the position in each from which tokens count."""
+    """Token ids of sequences, and from which position in each tokens count."""
 
     sequences: Sequence[Sequence[int]]
     starts: Sequence[int]
@@ -60,7 +60,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Point:
-    """A measurement of the whole model after a number of steps."""
+    """A measurement of the whole model after some steps."""
 
     steps: int
     bits: float
@@ -72,7 +72,7 @@ class Point:
 class Allocation:
     """The formats of a model's linear layers under a budget; `dense` is the run's own dtype.
 
-    kl: in nats a token, on `tokens` tokens. bits: of a weight, with scales. measured: by bits.
+    kl: nats a token, on `tokens` tokens. bits: of a weight, with scales. measured: by bits.
     """
 
     assignment: dict[str, str]
@@ -87,16 +87,13 @@ class Allocation:
 
 @dataclass(frozen=True)
 class _Choice:
-    """A format of a layer: its bytes, and the KL of the layer alone."""
-
     format: str
     nbytes: int
     kl: float
 
 
 class _Step(NamedTuple):
-    """A layer's step from choice `number` of its hull to the next. slope: the change of the KL a
-    byte, the order of steps."""
+    """A step from choice `number` of a layer's hull to the next. slope: KL change a byte."""
 
     slope: float
     layer: str
@@ -110,14 +107,14 @@ def allocate(
     calibration: Calibration,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Allocation:
-    """Choose the format of every linear layer of a dense model, which stays as it is.
+    """Choose the format of every linear layer of a dense model, which stays unchanged.
 
     on_progress(done, total) counts layers. ValueError as by `blockwise.check_dense`, and for an
     unreachable budget.
     """
     start_time = time.monotonic()
     search = _Search(model, budget)
-    reference = Reference(model, calibration)  # first, because it validates the arguments
+    reference = Reference(model, calibration)
     search.choose(calibration.cut(SINGLE_TOKENS, PIECE_TOKENS), on_progress)
     search.reference = reference
     steps = search.find()
@@ -135,8 +132,6 @@ def allocate(
 
 
 class _Search:
-    """The layers' choices, the order of steps, and the measurements of the whole model."""
-
     reference: Reference
 
     def __init__(self, model: Transformer, budget: Budget) -> None:
@@ -145,9 +140,9 @@ class _Search:
         self.sizes = {name: prod(linear.weight.shape) for name, linear in model.linears()}
         self.own = next(iter(mixed.in_dtype({"": OWN}, model.dtype).values()))
         self.hulls: dict[str, list[_Choice]] = {}
-        self.order: list[str] = []  # the layer that each step widens
+        self.order: list[str] = []
         self.points: dict[int, Point] = {}
-        # cached, because on a CPU rounding takes as long as a forward pass
+        # on a CPU rounding takes as long as a forward pass
         self.kept: dict[tuple[str, str], QTensor] = {}
 
     def _codes(self, name: str, linear: Linear, format: str) -> QTensor:
@@ -185,7 +180,7 @@ class _Search:
         x_TK = reference.input_of(block, linear)
         dense_TN = linear(x_TK)
         choices: list[_Choice] = []
-        first_error = first_kl = 0.0  # of the smallest format
+        first_error = first_kl = 0.0
         for nbytes, format in formats_by_size:
             if format == OWN:
                 choices.append(_Choice(format, nbytes, 0.0))
@@ -232,7 +227,6 @@ class _Search:
         return sum(choice.nbytes for choice in self._chosen(steps).values())
 
     def measure(self, steps: int) -> Point:
-        """Return the measurement after so many steps, made once."""
         if steps not in self.points:
             linears = dict(self.model.linears())
             codes = {
@@ -247,7 +241,7 @@ class _Search:
 
     def find(self) -> int:
         """Return the number of steps: the fewest for a `max_kl`, else the most that the size
-        allows. ValueError when none meets the budget."""
+        allows. ValueError for an unreachable budget."""
         budget = self.budget
         max_steps = len(self.order)
         while max_steps >= 0 and not self._small_enough(max_steps):
@@ -262,18 +256,18 @@ class _Search:
         return self._fewest(max_steps, budget.max_kl)
 
     def _fewest(self, few: int, max_kl: float) -> int:
-        """Return the fewest steps that meet `max_kl`, to FINE_BITS, by a bisection that begins where
-        the sum of layers' KLs, scaled as last measured, predicts the answer. few: enough steps."""
+        """Return the fewest steps that meet `max_kl`, to FINE_BITS, by a bisection from where the
+        scaled sum of layers' KLs predicts the answer. few: enough steps."""
         summed_kl = [
             sum(choice.kl for choice in self._chosen(steps).values()) for steps in range(few + 1)
         ]
-        too_few = -1  # the most steps known to miss `max_kl`; -1 for none
+        too_few = -1  # most steps known to miss `max_kl`; -1 for none
         ratio = 1.0  # of the whole model's KL to the sum of its layers'
         while few - too_few > 1:
             if too_few >= 0 and self._bits(few) - self._bits(too_few) <= FINE_BITS:
                 break
             steps = next((k for k in range(few) if ratio * summed_kl[k] <= max_kl), few)
-            if not too_few < steps < few:  # the prediction is already measured
+            if not too_few < steps < few:  # already measured
                 steps = (few + too_few) // 2
             kl = self.measure(steps).kl
             ratio = kl / summed_kl[steps]
@@ -322,7 +316,7 @@ class Reference:
 
     @torch.no_grad()
     def kl(self) -> float:
-        """Return the KL of the dense model to the current one, in its formats' arithmetic."""
+        """The KL of the dense model to the current one, in its formats' arithmetic."""
         weights = [(linear, linear.weight) for _, linear in self.model.linears()]
         with multiplying(
             *((linear, weight) for linear, weight in weights if isinstance(weight, QTensor))
@@ -343,7 +337,8 @@ class Reference:
         return input_of(linear, lambda: self._run(self.model.blocks[block], self.streams[block]))
 
     def kl_from(self, block: int) -> float:
-        """Return the mean KL of the dense model to the current one, which is dense before `block`."""
+        """Return the mean KL of the dense model to the current one, which is dense
+        before `block`."""
         x_TD = self.streams[block]
         for following_block in self.model.blocks[block:]:
             x_TD = self._run(following_block, x_TD)
@@ -355,8 +350,6 @@ class Reference:
 
 
 def _counted_rows(lengths: Sequence[int], starts: Sequence[int]) -> list[int]:
-    """Return the rows, among all tokens, that predict a token that counts. A sequence of one token
-    has its only row."""
     rows: list[int] = []
     offset = 0
     for length, start in zip(lengths, starts, strict=True):
@@ -367,11 +360,11 @@ def _counted_rows(lengths: Sequence[int], starts: Sequence[int]) -> list[int]:
 
 
 def _hull(choices: Sequence[_Choice]) -> list[_Choice]:
-    """Return the lower convex hull, in bytes and KL, of choices in ascending order of bytes."""
+    """Return the lower convex hull, in bytes and KL, of choices by ascending bytes."""
     hull: list[_Choice] = []
     for choice in choices:
         if hull and choice.kl >= hull[-1].kl:
-            continue  # larger, and no better
+            continue
         if hull and choice.nbytes == hull[-1].nbytes:
             hull.pop()
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], choice):

@@ -1,7 +1,6 @@
 """Tensors derived from a learner's weights: an adapter's copies for products, and the codes of an
-aligned layer. Whoever changes the weights calls `renew`: neither an address nor autograd's version
-counter shows what kernels and gathers of shards write into existing storage.
-"""
+aligned layer. Call `renew` after changing weights: addresses and autograd's version counters do not
+show writes in place by kernels and gathers of shards."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from lowroll.weights import aligned
 
 
 def renew(model: Transformer) -> None:
-    """Renew codes at once, and an adapter's copies when they are next read. ValueError as by
+    """Renew codes now, and an adapter's copies at the next read. ValueError as by
     `aligned.refresh`."""
     for _, linear in model.linears():
         if linear.adapter is not None:

@@ -1,19 +1,18 @@
-"""GPTQ: round a weight column by column, and let the later columns compensate each error.
+"""GPTQ (docs/algorithms.md): round a weight column by column, and let the later columns compensate
+each error.
 
     H = sum_t x_t x_t' + damping I      of the inputs that the matrix reads on calibration text
     U = the upper Cholesky factor of H^-1,  U' U = H^-1
     e = (w_k - round(w_k)) / U_kk,          w_j <- w_j - e U_kj    for every column j > k
 
-Columns are taken from the loudest to the quietest by H's diagonal, with the scales of groups chosen
+Columns are taken from the largest to the smallest diagonal entry of H, with group scales chosen
 before, so the codes have the usual layout (GPTQ, arXiv 2210.17323, algorithm 1; the order is
 `desc_act` of AutoGPTQ). A group's range is stretched or cut to minimise the loss of its nearest
-codes, weighted by H's diagonal: on SmolLM2 that removes a quarter of the remaining KL. Matrices are
-taken in the order of the forward pass, over the outputs of the rounded ones before (GPTAQ lost on
-other text). Where the product on the text is further from the dense one than with nearest codes,
-those are kept.
+codes, weighted by H's diagonal: on SmolLM2 that removes a quarter of the remaining KL. A matrix
+reads what the rounded ones before it make (GPTAQ lost on other text).
 
-Memory: two residual streams and the heads (T x D numbers each), the activations of one chunk, and H
-of one matrix, K x K in float32; factors are in float64.
+Memory: two residual streams and the heads, the activations of one chunk, and H of one matrix in
+float32; factors are in float64.
 
 Legend: T calibration tokens, D hidden size, Q width of the heads, K in features, N out features, B
 columns of a panel.
@@ -40,7 +39,7 @@ from lowroll.weights.blockwise import Chunk, check, embed_in_chunks, input_of, p
 log = logging.getLogger(__name__)
 
 DAMPING = 0.01  # of the mean of H's diagonal
-# of a group's range, its own first: e2m1 gains where its largest weight becomes 4 instead of 6
+# of a group's range: e2m1 gains where its largest weight becomes 4 instead of 6
 STRETCHES = (1.0, 0.9, 0.8, 0.7, 1.1, 1.2, 1.35, 1.5)
 PANEL = 128  # columns whose errors reach the later ones in one product
 
@@ -48,7 +47,7 @@ PANEL = 128  # columns whose errors reach the later ones in one product
 @dataclass(frozen=True)
 class Rounded:
     """A rounded linear weight, and the relative squared errors of its product on the calibration
-    text: rounded to nearest, and as kept."""
+    text: to nearest, and as kept."""
 
     name: str
     format: str
@@ -63,12 +62,12 @@ def round_base(
     sequences: Sequence[Sequence[int]],
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Rounded]:
-    """Replace every linear weight of a dense model by its QTensor in `format`, rounded with
-    compensation, or to nearest where a layer's format has no grid. Return a record a matrix.
+    """Replace every linear weight of a dense model by its QTensor in `format`, rounded to nearest
+    in layers whose format has no grid. Return a record for each matrix.
 
-    sequences: token ids, best sampled from the model itself. on_progress(done, total) counts blocks.
-    ValueError, before anything changes, as `blockwise.check`, and for a format that has no grid or
-    does not fit a matrix; later for a weight that is not finite.
+    sequences: token ids, best sampled from the model itself. on_progress(done, total) counts
+    blocks. ValueError, before anything changes, as `blockwise.check`, and for a format without a
+    grid or unfit for a matrix; later for a weight that is not finite.
     """
     chosen_format = get_format(format)
     check("gptq", model, chosen_format, sequences)
@@ -100,11 +99,10 @@ def round_base(
 def fitted(
     w_NK: Tensor, loudness_K: Tensor, form: Gridded, stretches: Sequence[float]
 ) -> Tensor | float:
-    """Return the stretch of each group [N, G] with the least squared error of nearest codes, weighted
-    by loudness; of equal ones the first. A single stretch is returned itself.
+    """Return the stretch of each group [N, G] with the least squared error of nearest codes,
+    weighted by loudness; the first of equals.
 
-    loudness_K: the sum over the tokens of x^2. stretches: candidates for the range of a group's
-    codes, in ranges of its weights.
+    loudness_K: the sum over the tokens of x^2. stretches: relative to the range of a group.
     """
     if len(stretches) == 1:
         return stretches[0]
@@ -122,14 +120,14 @@ def fitted(
 
 
 def compensated(w_NK: Tensor, gram_KK: Tensor, grid: Grid) -> Tensor:
-    """Return the weights [N, K] after compensation, float32, whose nearest values on the grid are
-    those of the codes. gram_KK: sum over the tokens of x x'."""
+    """Return the compensated weights [N, K], float32, whose nearest grid values are those of the
+    codes. gram_KK: sum over the tokens of x x'."""
     gram_KK = gram_KK.double()
     loudness_K = gram_KK.diagonal()
     order_K = torch.argsort(loudness_K, descending=True, stable=True)
-    columns = order_K.tolist()  # from the loudest to the quietest
+    columns = order_K.tolist()  # loudest first
     upper_KK = _inverse_cholesky(gram_KK[order_K][:, order_K]).float()
-    w_KN = w_NK.float().t()[order_K].contiguous()  # row k is the k-th column of that order
+    w_KN = w_NK.float().t()[order_K].contiguous()
     for start in range(0, len(columns), PANEL):
         stop = min(start + PANEL, len(columns))
         error_BN = torch.empty_like(w_KN[start:stop])
@@ -138,7 +136,7 @@ def compensated(w_NK: Tensor, gram_KK: Tensor, grid: Grid) -> Tensor:
             error_N = (w_KN[k] - rounded_N) / upper_KK[k, k]
             w_KN[k + 1 : stop] -= torch.outer(upper_KK[k, k + 1 : stop], error_N)
             error_BN[k - start] = error_N
-        # the columns behind the panel compensate all of its errors in one product
+        # later columns compensate all errors of the panel in one product
         w_KN[stop:] -= upper_KK[start:stop, stop:].t() @ error_BN
     compensated_KN = torch.empty_like(w_KN)
     compensated_KN[order_K] = w_KN
@@ -146,7 +144,8 @@ def compensated(w_NK: Tensor, gram_KK: Tensor, grid: Grid) -> Tensor:
 
 
 def _inverse_cholesky(gram_KK: Tensor) -> Tensor:
-    """Return U of a Gram matrix, whose diagonal is damped in place until it has one."""
+    """Return U of a Gram matrix, whose diagonal is damped in place until it is positive
+    definite."""
     diagonal_K = gram_KK.diagonal()
     diagonal_K[diagonal_K == 0] = 1
     damping = DAMPING * diagonal_K.mean()
@@ -164,11 +163,8 @@ def _round_block(
     chunks: list[Chunk],
     round_linear: Callable[[Linear, Iterable[Tensor]], None],
 ) -> Tensor:
-    """Round a block's linears in the order of its forward pass. x_TD: the rounded model's residual
-    stream before the block; return that after it.
-
-    round_linear: rounds a linear in place, given its inputs by chunk, made one at a time.
-    """
+    """Round a block's linears in order. x_TD: the rounded model's residual stream before the block;
+    return that after it."""
     input_norm, mlp_norm = block.pre_norms
 
     def attention(c: Chunk) -> Stream:
@@ -189,7 +185,6 @@ def _round_block(
 
 
 def _round_linear(name: str, linear: Linear, form: Format, inputs: Iterable[Tensor]) -> Rounded:
-    """Quantize a linear in place. inputs: what it reads, by chunk."""
     weight = linear.weight
     assert isinstance(weight, nn.Parameter)
     gram_KK = sum_of_products(inputs, linear.in_features, weight.device)
@@ -215,7 +210,7 @@ def encode(
     w_NK: Tensor, gram_KK: Tensor, form: Gridded, stretches: Sequence[float] | None = None
 ) -> QTensor:
     """Return the QTensor of a matrix, rounded with compensation. gram_KK: as of `compensated`.
-    stretches: as of `fitted`; by default STRETCHES, for floating levels the first alone."""
+    stretches: default STRETCHES, for floating levels the first alone."""
     if stretches is None:
         stretches = STRETCHES[:1] if form.floating else STRETCHES
     shape = (w_NK.shape[0], w_NK.shape[1])

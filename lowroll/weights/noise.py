@@ -1,26 +1,25 @@
-"""Adaptive quantization noise (QeRL, section 3.3): exploration by seeded Gaussian noise on the
-engine's norm weights.
+"""Adaptive quantization noise (QeRL, section 3.3; docs/algorithms.md): exploration by seeded
+Gaussian noise on the engine's norm weights.
 
-    w' = w + z,    z ~ N(0, sigma^2) a channel,    fresh at every publication, on the clean weights of that version
+    w' = w + z,    z ~ N(0, sigma^2) a channel,    fresh at every publication
 
-in the input and post-attention norms: the noise multiplies the columns of q, k, v, gate and up by
-1 + z / w, in every weight format. The engine keeps these norms in float32: in bfloat16 a sigma below
-5e-4 would not change a weight of size 1. Norms that carry an s of update-aware scaling
-(`model.scaling`) get s z, which leaves the noisy policy the same.
+in the input and post-attention norms: the noise multiplies the columns of q, k, v, gate and up by 1
++ z / w, in every weight format. The engine keeps these norms in float32: in bfloat16 a sigma below
+5e-4 would not change a weight of size
+1. Norms that carry an s of update-aware scaling get s z.
 
 sigma falls in stages, sigma_0 = sigma_start to sigma_{n-1} = sigma_end, with p = i / (n - 1):
 
     exponential  sigma_start (sigma_end / sigma_start)^p       (QeRL, Eq. 8)
     linear       sigma_start + (sigma_end - sigma_start) p
     cosine       sigma_end + (sigma_start - sigma_end) (1 + cos(pi p)) / 2
-    logarithmic  sigma_start + (sigma_end - sigma_start) ln(1 + i) / ln(n)     (our reading of a name)
+    logarithmic  sigma_start + (sigma_end - sigma_start) ln(1 + i) / ln(n)
+                 (our reading of a name)
 
-and the run is cut into equal intervals, the first without noise. Variant `code` (QeRL's program,
+and the run is cut into K equal intervals, the first without noise. Variant `code` (QeRL's program,
 and Surogate's): num_stages intervals with n = num_stages - 1; `paper` (Eq. 8): n = num_stages
-values after the first interval. The interval of step t of T is floor(t K / T), in whole numbers.
-
-A draw is a function of (seed, version, norm). The learner uses clean norms, unless `share` gives it
-the noisy ones.
+values after the first interval. The interval of step t of T is floor(t K / T). A draw is a function
+of (seed, version, norm).
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Noise:
         return torch.randn(size, generator=generator) * self.sigma
 
 
-# share of the way from sigma_start to sigma_end at stage i of n, for the additive shapes
+# share of the way to sigma_end at stage i of n, for the additive shapes
 _SHARES: dict[str, Callable[[int, int], float]] = {
     "linear": lambda i, n: i / (n - 1),
     "cosine": lambda i, n: (1 - math.cos(math.pi * i / (n - 1))) / 2,
@@ -79,7 +78,7 @@ class NoiseSchedule:
 
     @property
     def sigmas(self) -> list[float]:
-        """The sigma of every interval, 0 of the first."""
+        """The sigma of every interval."""
         n = self.num_stages if self.variant == "paper" else max(1, self.num_stages - 1)
         return [0.0, *(self._stage(i, n) for i in range(n))]
 
@@ -92,7 +91,7 @@ class NoiseSchedule:
         return start + (end - start) * _SHARES[self.schedule](i, n)
 
     def sigma(self, step: int) -> float:
-        """Return the sigma of the policy after `step` training steps, constant past the end."""
+        """Return the sigma after `step` training steps, constant past the end."""
         intervals = self.num_stages + (self.variant == "paper")
         interval = min(step, self.total_steps) * intervals // self.total_steps
         return self.sigmas[min(interval, len(self.sigmas) - 1)]

@@ -1,9 +1,7 @@
 """Publication of master weights to the engine: master -> noise -> quantize -> the engine's buffers,
 in place.
 
-`rollout_copy` makes the engine's model once; `publish` refills it after each step without moving a
-storage. Under LoRA a quantized base is shared, and only the adapter is published. An aligned
-learner's codes (`weights.aligned`) are copied.
+`rollout_copy` makes the engine's model once; `publish` refills it after each step.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ COMPARED_ROWS = 4096  # of an embedding
 
 
 def quantize_base(model: Transformer, format: str) -> Transformer:
-    """Replace every linear weight by its QTensor: the frozen base of LoRA. Weights in the format
-    stay."""
+    """Replace every linear weight by its QTensor: the frozen base of LoRA."""
     _warn_of_conversion(model, format)
     for name, linear in model.linears():
         linear.set_weight(quantized(name, linear, format))
@@ -57,7 +54,8 @@ def dequantize_base(model: Transformer) -> Transformer:
 def rollout_load(
     folder: Path, format: str, device: torch.device | str, dtype: torch.dtype, noisy: bool = False
 ) -> Transformer:
-    """Return `rollout_copy` of a folder's model, in the memory of one. ValueError as by `hf.load`."""
+    """Return `rollout_copy` of a folder's model, in the memory of one. ValueError as by
+    `hf.load`."""
     return rollout_copy(hf.load(folder, device, dtype, format), format, dtype, noisy, owned=True)
 
 
@@ -67,9 +65,9 @@ def rollout_copy(
     """Return the engine's model: linear weights in `format`, everything else in `dtype`.
 
     Weights that the master holds in that format are shared, and with them its frozen norms and
-    embeddings when `dtype` is the master's; the rest is copied. noisy: the norms that take noise are
-    the engine's own, in float32; without noise the bits are the same. owned: the master's tensors
-    belong to the new model.
+    embeddings when `dtype` is the master's; the rest is copied. noisy: the norms that take noise
+    are the engine's own, in float32, with the same bits without noise. owned: the new model takes
+    the master's tensors.
     """
     _warn_of_conversion(master, format)
     rollout = Transformer(master.spec, "meta", dtype, ENGINE)
@@ -92,7 +90,6 @@ def rollout_copy(
 def _fill_other_parameters(
     master: Transformer, rollout: Transformer, format: str, noisy: bool, owned: bool
 ) -> frozenset[str]:
-    """Fill all but the linear weights for `rollout_copy`; return the names of the shared ones."""
     may_share = master.dtype == rollout.dtype and (owned or master.weight_format == format)
     noisy_names = {f"{name}.weight" for name, _ in noisy_norms(rollout)} if noisy else set()
     master_parameters = dict(master.named_parameters())
@@ -139,16 +136,16 @@ def publish(
     """Refill the engine's model, and the model `beside` it, from the master in place, except for
     shared tensors.
 
-    ValueError, before anything is written, names a master of other sizes, another adapter, another
-    base than the shared one, a linear weight that is not finite, or noise for an engine that was not
-    made for it.
+    ValueError, before anything is written, names a master of other sizes, another adapter or base,
+    a linear weight that is not finite, or noise for an engine without noisy=True.
     """
     dense_weights = {
         name: linear.weight
         for name, linear in master.linears()
         if isinstance(linear.weight, nn.Parameter)
     }
-    amax = checksum.amax(list(dense_weights.values()))  # on the device now, read on the host below
+    # read on the host below, without waiting here
+    amax = checksum.amax(list(dense_weights.values()))
     master_parameters = {
         name: parameter
         for name, parameter in master.named_parameters()
@@ -182,8 +179,6 @@ def publish(
 def _refill_linears(
     master: Transformer, engine: Transformer, shared: Set[str], amax_by_name: Mapping[str, Tensor]
 ) -> None:
-    """Refill an engine model's own linear weights. amax_by_name: max |w| of the master's dense
-    weights, by layer."""
     for (name, engine_linear), (_, master_linear) in zip(
         engine.linears(), master.linears(), strict=True
     ):
@@ -194,7 +189,7 @@ def _refill_linears(
 
 
 def renew_head(rollout: Transformer, written: Set[str]) -> None:
-    """Renew what was made of the head, where it is among the names of written tensors."""
+    """Renew what was derived from the head, if it was written."""
     head_name = "embedding" if rollout.lm_head is None else "lm_head"
     if rollout.head is not None and head_name in written:
         rollout.head.renew()
@@ -204,9 +199,9 @@ def renew_head(rollout: Transformer, written: Set[str]) -> None:
 def first_difference(
     master: Transformer, rollout: Transformer, block: int, noisy: bool = False
 ) -> str | None:
-    """Return the first tensor of one block, or outside all blocks, that is not what `publish` makes of
-    the master, or None. COMPARED_ROWS of dense tensors count; a frozen low-bit base and `noisy` norms
-    do not."""
+    """Return the first tensor of one block, or outside all blocks, that differs from what `publish`
+    makes of the master. A frozen low-bit base, `noisy` norms and dense rows after COMPARED_ROWS are
+    not compared."""
     prefix = f"blocks.{block}."
     noisy_names = {f"{name}.weight" for name, _ in noisy_norms(rollout)} if noisy else set()
     master_parameters = dict(master.named_parameters())
@@ -246,7 +241,8 @@ def norms_without_noise(rollout: Transformer) -> list[str]:
 
 
 def drawn_noise(noise: Noise | None, rollout: Transformer) -> dict[str, Tensor]:
-    """Return the noise by parameter name, on the device. ValueError for an engine not made for it."""
+    """Return the noise by parameter name, on the device. ValueError for an engine not
+    made for it."""
     noise_by_name = {f"{name}.weight": noise_D for name, noise_D in draw(rollout, noise).items()}
     if not noise_by_name:
         return {}
@@ -255,7 +251,7 @@ def drawn_noise(noise: Noise | None, rollout: Transformer) -> dict[str, Tensor]:
             f"publish: {unfit_norms[0]} cannot take noise; make the engine with noisy=True"
         )
     sizes = [noise_D.numel() for noise_D in noise_by_name.values()]
-    on_device = torch.cat(list(noise_by_name.values())).to(rollout.device)  # in one transfer
+    on_device = torch.cat(list(noise_by_name.values())).to(rollout.device)  # one transfer
     return dict(zip(noise_by_name, on_device.split(sizes), strict=True))
 
 
@@ -353,7 +349,6 @@ def _engine_weight(name: str, linear: Linear, format: str) -> QTensor:
 
 
 def _refill_codes(name: str, target: QTensor, linear: Linear, amax_1: Tensor | None) -> None:
-    """Write `quantized` into `target`, unless its codes are of the same base."""
     if linear.aligned is not None and linear.aligned.format == target.format:
         target.copy_(linear.aligned)
     elif isinstance(linear.weight, nn.Parameter):
@@ -383,7 +378,6 @@ def _warn_of_conversion(model: Transformer, format: str) -> None:
 
 
 def set_parameter(model: Transformer, name: str, value: Tensor) -> None:
-    """Replace the parameter `name` by a frozen one."""
     module_name, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(module_name), attribute, nn.Parameter(value, requires_grad=False))
 

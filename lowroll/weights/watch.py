@@ -5,12 +5,9 @@ rounding (QuRL, appendix A).
     quant error   sum |Q(W') - W'|^2 / sum |W'|^2       Eq. 14, after it
     flipped       share of the low-bit codes that differ before and after
 
-over all linear weights, for a copy of them and of the engine's codes. Codes are compared without
-their scales: where a group's scale doubles and its codes halve (MXFP4), all have flipped although
-the values stayed.
-
-Under LoRA the engine adds the adapter unquantized: only Eq. 13 is measured, on base + (alpha / r)
-B A, for a copy of the adapter.
+over all linear weights. Codes are compared without their scales: where a group's scale doubles and
+its codes halve (MXFP4), all have flipped. Under LoRA only Eq. 13 is measured, on base + (alpha / r)
+B A.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ class WeightWatch:
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
-        """Return `weights/*` since the last call; called after `publish`."""
+        """Return `weights/*` since the last call. Call it after `publish`."""
         changes, sizes, errors, sizes_after = _Norms(), _Norms(), _Norms(), _Norms()
         num_changed: list[Tensor] = []
         for (master_linear, engine_weight), (before, codes_before) in zip(
@@ -104,7 +101,7 @@ def _adapter_factors(linear: Linear) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def num_flipped(before: Tensor, after: Tensor, bits: float) -> Tensor:
-    """Return how many codes of a format differ, as a tensor. Below 8 bits a byte holds two."""
+    """Count the codes of a format that differ, as a tensor. Below 8 bits a byte holds two."""
     if bits >= 8:
         return (before != after).sum()
     changed = before.view(torch.uint8) ^ after.view(torch.uint8)
@@ -112,7 +109,6 @@ def num_flipped(before: Tensor, after: Tensor, bits: float) -> Tensor:
 
 
 def _codes(weight: QTensor) -> Tensor:
-    """Return the largest tensor, because scales are always smaller."""
     codes = max(weight.tensors.values(), key=lambda t: t.nbytes)
     return codes.view(torch.uint8) if codes.dtype.itemsize == 1 else codes
 
@@ -123,7 +119,7 @@ def _dense_weight(weight: object) -> Tensor:
 
 
 class _Norms:
-    """Norms of matrices, on their device: nothing waits for them until their squares are summed."""
+    """Norms of matrices, on their device until their squares are summed."""
 
     def __init__(self) -> None:
         self.norms: list[Tensor] = []

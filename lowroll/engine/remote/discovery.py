@@ -1,8 +1,5 @@
-"""Discovery of engines by a DNS name, which is resolved periodically.
-
-A new address is a new engine; one that is not listed any more gets no new requests. A failed query
-changes nothing.
-"""
+"""Discovery of engines by a DNS name, which is resolved periodically. A failed query changes
+nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from lowroll.types import printable
 log = logging.getLogger(__name__)
 
 Resolver = Callable[[str, int], Sequence[str]]  # (host, port) -> addresses
-ANSWER_S = 10.0  # deadline of one query
+ANSWER_S = 10.0
 JOIN_S = 1.0
 
 
@@ -29,14 +26,14 @@ class Elastic:
 
 
 def resolve(host: str, port: int) -> list[str]:
-    """Return the addresses of a name. OSError when it has none, or no resolver answers."""
+    """Return the addresses of a name. OSError for none, or without a resolver."""
     address_infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return sorted({str(socket_address[0]) for *_, socket_address in address_infos})
 
 
 class Discovery:
-    """A thread that passes the base URLs to `found` whenever they change. Each query has its own
-    thread, because the system's resolver may hang."""
+    """A thread that passes changed base URLs to `found`. Each query has its own thread, because the
+    system's resolver may hang."""
 
     def __init__(
         self, elastic: Elastic, found: Callable[[list[str]], None], resolver: Resolver
@@ -62,7 +59,7 @@ class Discovery:
 
     def _ask(self) -> None:
         if self._asking is not None and self._asking.is_alive():
-            return  # the last query still hangs
+            return
         name = self.elastic.hostname
         try:
             urls = self._query()

@@ -15,8 +15,8 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 Clock = Callable[[], float]
-LOOK = 0.25  # seconds between two calls of a waiting thread's `alive`
-MARGIN = 10.0  # seconds that a waiting thread grants the loop beyond its deadline
+LOOK = 0.25  # seconds between two calls of `alive`
+MARGIN = 10.0  # seconds beyond a deadline that a thread grants the loop
 
 
 class LoopStalled(Exception):
@@ -24,8 +24,7 @@ class LoopStalled(Exception):
 
 
 class CappedClock(selectors.DefaultSelector):
-    """The selector of a loop, which counts its time: the loop's work and its waits, each cut to its
-    limit."""
+    """The selector of such a loop, which counts its time."""
 
     def __init__(self, turn_s: float, clock: Clock = time.monotonic) -> None:
         super().__init__()
@@ -34,7 +33,7 @@ class CappedClock(selectors.DefaultSelector):
         self._counted = self._since = clock()
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        self._count(self._turn_s)  # the work since the last wait
+        self._count(self._turn_s)
         events = self.wait(timeout)
         longest_s = float("inf") if timeout is None else max(0.0, timeout) + self._turn_s
         self._count(longest_s)
@@ -47,7 +46,6 @@ class CappedClock(selectors.DefaultSelector):
         return self._counted + min(self._clock() - self._since, self._turn_s)
 
     def _count(self, most: float) -> None:
-        """Add the seconds since the last call to the time, `most` at most."""
         now = self._clock()
         self._counted += min(now - self._since, most)
         self._since = now
@@ -90,8 +88,8 @@ class LoopThread:
         deadline_s: float,
         alive: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Return a coroutine's result. LoopStalled when it has none MARGIN after the deadline, which
-        it keeps itself. alive: called meanwhile; an exception in it ends the wait."""
+        """Return a coroutine's result. LoopStalled MARGIN after its own deadline. alive: called
+        meanwhile; an exception in it ends the wait."""
         future = self.begin(work)
         end = time.monotonic() + deadline_s + MARGIN
         try:
@@ -100,7 +98,7 @@ class LoopThread:
                     return future.result(0)
                 alive()
         finally:
-            future.cancel()  # does nothing if it is done
+            future.cancel()
         raise LoopStalled
 
     def _run(self) -> None:

@@ -14,15 +14,15 @@ import aiohttp
 
 from lowroll.types import RunFailed, printable
 
-MOST_JSON = 16 << 20  # bytes of an answer that has no other limit
+MOST_JSON = 16 << 20  # bytes of an answer without another limit
 AGAIN = (429, 502, 503)  # the server has not begun: busy, or not there yet
 TRIES = 3
-PAUSE = 0.2  # seconds before the second try; twice as long before the third
+PAUSE = 0.2  # seconds before the second try, doubled for the third
 DYING = 30  # tenths of a second in which a failed server may exit
 
 
 class ServerError(RunFailed):
-    """A bad answer of a server: an error status, an inconsistency, or none within the deadline."""
+    """A bad answer of a server, or none within the deadline."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -30,7 +30,7 @@ class ServerError(RunFailed):
 
 
 class EngineLost(ServerError):
-    """An engine that has ended, or is not reachable."""
+    """An engine that has ended or is unreachable."""
 
 
 class DeadlineExceeded(ServerError):
@@ -48,15 +48,15 @@ class HttpCall:
     deadline_s: float = 30.0
     most_bytes: int = MOST_JSON
     again: bool = False
-    text: bool = False  # the answer is not JSON
-    token: str | None = field(default=None, repr=False)  # in place of the client's own
+    text: bool = False  # not JSON
+    token: str | None = field(default=None, repr=False)  # in place of the client's
 
 
 class HttpClient:
     """An address and its token, for one event loop.
 
     concurrency: requests open at once; deadlines begin when one may open. lost: returns why the
-    server has ended, where that is known.
+    server has ended, if known.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class HttpClient:
             await self._session.close()
 
     async def get(self, path: str, what: str) -> Any:
-        """Return the JSON of a GET, which may be retried. ServerError names the call."""
+        """Return the JSON of a GET, which may be retried. ServerError."""
         return await self.answer(HttpCall("GET", path, what, again=True))
 
     async def answer(self, call: HttpCall) -> Any:
-        """Return the JSON of an answer, or the text of one without JSON. ServerError."""
+        """Return the JSON or text of an answer. ServerError."""
         return _parse_answer(call, await self.body(call))
 
     async def answers(self, calls: Sequence[HttpCall]) -> list[Any]:
@@ -111,7 +111,8 @@ class HttpClient:
                 task.cancel()
 
     async def body(self, call: HttpCall, on_line: Callable[[bytes], None] | None = None) -> bytes:
-        """Return the bytes of an answer; pass `on_line` each line as it comes, and return b""."""
+        """Return the bytes of an answer; with `on_line`, pass it each line instead, and
+        return b""."""
         async with self._turns:
             try:
                 async with asyncio.timeout(call.deadline_s):
@@ -120,8 +121,6 @@ class HttpClient:
                 raise self._late(call) from None
 
     async def _tries(self, call: HttpCall, on_line: Callable[[bytes], None] | None) -> bytes:
-        """Return the body of an answer, tried again where the call allows it and the server was busy
-        or not reachable. ServerError of the last try."""
         pause = PAUSE
         tries_left = TRIES if call.again else 1
         while True:
@@ -155,8 +154,7 @@ class HttpClient:
             return await _read_body(response, call, on_line)
 
     async def _explained(self, error: ServerError) -> ServerError:
-        """Return the error with the reason why the server has ended: its process takes a moment to
-        exit."""
+        """Add the reason why the server has ended, once its process has exited."""
         if self._lost is None or (error.status is not None and error.status < 500):
             return error
         for _ in range(DYING):
@@ -172,21 +170,19 @@ class HttpClient:
 
 
 def _split_url(url: str) -> tuple[str | None, str]:
-    """Return (path of a Unix socket or None, prefix of request paths). ValueError."""
     parts = urlsplit(url)
     if parts.scheme == "unix" and parts.path and not parts.netloc:
         return parts.path, "http://localhost"
     if parts.scheme in ("http", "https") and parts.hostname and not (parts.query or parts.fragment):
         if parts.username is not None or parts.password is not None:
             raise ValueError("url: a token belongs into its environment variable, not the address")
-        return None, url.removesuffix("/v1")  # as OpenAI's clients write it
+        return None, url.removesuffix("/v1")  # OpenAI's clients write it
     raise ValueError(
         f"url: expected http://host:port, https://host:port or unix:/path, got {excerpt(url)}"
     )
 
 
 async def _read_start(response: aiohttp.ClientResponse, most: int) -> bytes:
-    """Read the body, and cut it after `most` bytes."""
     buffer = bytearray()
     async for chunk in response.content.iter_any():
         buffer += chunk
@@ -198,8 +194,7 @@ async def _read_start(response: aiohttp.ClientResponse, most: int) -> bytes:
 async def _read_body(
     response: aiohttp.ClientResponse, call: HttpCall, on_line: Callable[[bytes], None] | None
 ) -> bytes:
-    """Return the body, or pass its lines to `on_line`. ServerError above `most_bytes`."""
-    buffer = bytearray()  # the whole body, or the line that has not ended yet
+    buffer = bytearray()
     num_bytes = 0
     async for chunk in response.content.iter_any():
         buffer += chunk
@@ -243,7 +238,6 @@ def _error_text(text: bytes) -> str:
 
 
 def excerpt(value: object, most: int = 200) -> str:
-    """Return the start and end of a value that a server stated, for an error."""
     return printable(repr(value), most)
 
 

@@ -1,4 +1,4 @@
-"""A client of lowroll's own server, which states for each sample which policy drew it."""
+"""A client of lowroll's own server, which states the policy of each sample."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from lowroll.kv.policy.table import make
 from lowroll.types import BehaviorTag, Evictions, PolicySpan, Request
 from lowroll.weights.sync.base import Broadcast
 
-ANY_ID = 2**31  # where a server does not state it: it refuses what lies outside
+ANY_ID = 2**31  # for an unknown vocabulary: the server checks ids
 WHAT = "the list of models"
 _METRIC_LINE = re.compile(r"^lowroll_(\w+?)(?:_total)? (\S+)$", re.MULTILINE)
 
 
 class LowrollServer(EngineServer):
     """A server of lowroll's. answer: its list of models. model: default its first. Without
-    `admin_token` it takes no weights. update_mode: what happens to requests in flight then.
-    ServerError for another kind of server, ValueError for a model that it does not serve."""
+    `admin_token` it takes no weights. update_mode: of requests in flight. ServerError for another
+    kind of server, ValueError for a model that it does not serve."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class LowrollServer(EngineServer):
         engine = stated.get("engine", {})
         self.weight_bits = float(engine.get("weight_bits", 0.0))
         self.cache_tokens = int(engine.get("cache_tokens", 0))
-        self.packs = bool(stated.get("packs", False))  # it can send tokens and log-probs packed
+        self.packs = bool(stated.get("packs", False))
 
     def check_fields(self, request: Request) -> None:
         """Do nothing: the server itself checks."""
@@ -93,7 +93,7 @@ class LowrollServer(EngineServer):
     def tag(
         self, request: Request, behavior: BehaviorTag, index: int, one: ArrivingSample
     ) -> BehaviorTag:
-        """Return the tag that the server states for a sample; `behavior` if it was aborted before."""
+        """Return the stated tag of a sample; `behavior` if it was aborted before."""
         if one.stated is None and one.given_up:
             return super().tag(request, behavior, index, one)
         try:
@@ -172,7 +172,6 @@ class LowrollServer(EngineServer):
 
 
 def _parse_capabilities(stated: dict[str, Any]) -> Capabilities:
-    """Parse capabilities without updates, which go by the server's own version ids."""
     kv = stated["kv"]
     policy: CachePolicy = DENSE
     if kv["policy"] != DENSE.name:
@@ -195,7 +194,6 @@ def _parse_capabilities(stated: dict[str, Any]) -> Capabilities:
 
 
 def _int_or_none(stated: Any) -> int | None:
-    """Return None where an older server states no number."""
     return None if stated is None else int(stated)
 
 
@@ -204,7 +202,7 @@ def _parse_tag(stated: dict[str, Any]) -> BehaviorTag:
     if set(stated) - field_names:
         raise TypeError(f"unknown fields: {set(stated) - field_names}")
     tag = msgspec.convert(stated, BehaviorTag)
-    # defaults are for tags that are made here: a server states each of these
+    # defaults are for tags made here: a server states each of these
     if "sampler" not in stated or any("start" not in span for span in stated["policy"]):
         raise ValueError("no sampler, or a span without its start")
     if not tag.policy:

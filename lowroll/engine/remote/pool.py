@@ -2,8 +2,6 @@
 
     engine = connect("http://127.0.0.1:8000")          # a pool of one
     pool = EnginePool(["http://a:8000", "http://b:8000/v1"], PoolOptions(admin_token=...))
-    pool.update(broadcast)                             # all draw from it, or are evicted
-    groups = pool.generate(requests)
 
 The pool (docs/architecture.md) runs on one event loop in a thread of its own. One thread calls it
 at a time.
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     from lowroll.quant.formats import QTensor
     from lowroll.weights.sync.update import WeightUpdate
 
-TURNS = 10  # iterations of its loop that an engine has at least to answer a heartbeat
+TURNS = 10  # least iterations of its loop for an engine to answer a heartbeat
 TURN = 0.25  # seconds that a step waits for an answer
 
 
@@ -67,7 +65,7 @@ class OpenRequests:
         return not self._outcomes.empty()
 
     def wait(self, seconds: float) -> None:
-        """Wait for an outcome, and take all that have come. Raise the first error."""
+        """Take all outcomes that have come, or wait for one. Raise the first error."""
         try:
             handle, outcome = self._outcomes.get(timeout=seconds)
             while True:
@@ -115,7 +113,7 @@ class EnginePool:
         self._replicas = ReplicaSet(self.options, self._requests.put)
         self._thread = LoopThread("engine-pool", self.options.heartbeat_s / TURNS)
         start_s = self.options.start_s
-        # `begin` connects only with fail_fast, else it starts tasks that do
+        # without fail_fast `begin` only starts tasks that connect
         begin_s = start_s if self.options.fail_fast else MARGIN
         try:
             self.run(self._replicas.begin(urls), begin_s)
@@ -127,7 +125,7 @@ class EnginePool:
                 self._replicas.discovery_error = lambda: discovery.last_error
             until_ready = self._replicas.until_ready(self._requests.has_outcome)
             self.run(until_ready, start_s + MARGIN, alive)
-            self._requests.wait(0.0)  # raises the error of an engine that does not fit
+            self._requests.wait(0.0)  # raises the error of a misfit
         except BaseException:
             self.close()
             raise
@@ -139,7 +137,6 @@ class EnginePool:
         self.close()
 
     def close(self) -> None:
-        """Abort the requests in flight and close the connections. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -156,7 +153,6 @@ class EnginePool:
 
     @property
     def behavior(self) -> BehaviorTag:
-        """The tag of the next request: the server's own, or with what all engines agreed on."""
         versions, server_tag = self._replicas.versions, self.server.behavior
         if versions.newest is None:
             return server_tag
@@ -193,7 +189,6 @@ class EnginePool:
         return entry.handle
 
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[tuple[int, Group]]:
-        """Wait a moment for answers. Return the requests that have ended, by handle."""
         meanwhile()
         ended_groups = self._requests.ended
         if self._requests and not ended_groups:
@@ -203,8 +198,6 @@ class EnginePool:
         return groups
 
     def abort(self, handle: int) -> bool:
-        """Abort a request, whose group comes back with finish reason "abort". Return False if it had
-        ended."""
         entry = self._requests.get(handle)
         if entry is None or entry.ended or entry.aborted:
             return False
@@ -213,16 +206,12 @@ class EnginePool:
         return True
 
     def so_far(self, handle: int) -> list[PartialSample]:
-        """Return the tokens read of each sample: none without `stream`. [] after its group was
-        returned."""
         entry = self._requests.get(handle)
         return [] if entry is None else self._replicas.router.so_far(entry)
 
     def generate(
         self, requests: list[Request], on_progress: Callable[[int, int], None] | None = None
     ) -> list[Group]:
-        """Return the groups of requests, in their order; an error aborts them all. on_progress:
-        receives how many have ended, and their number."""
         for i, request in enumerate(requests):
             self.server.check(request, f"requests[{i}].")
         entries = [self._requests.add(request) for request in requests]
@@ -264,8 +253,8 @@ class EnginePool:
         top: int,
         temperature: float = 1.0,
     ) -> list[Ranked]:
-        """Return the log-probs of each sequence after its prompt, and the `top` likeliest tokens at
-        each position. ValueError for a sequence or temperature that the server does not score."""
+        """Return the log-probs of each response with the `top` likeliest tokens. ValueError for
+        what the server does not score."""
         server, seconds = self._replicas.ready(), self.options.timeout_s
         length = server.capabilities.context_length
         check_sequences(sequences, prompt_lens, length, server.vocab_size)
@@ -285,14 +274,14 @@ class EnginePool:
     def update(
         self, broadcast: Broadcast, superseded: Callable[[], bool] = lambda: False
     ) -> BehaviorTag:
-        """Have every engine draw from a broadcast; what is in flight goes on, and its spans say so.
+        """Have every engine draw from a broadcast; what is in flight continues.
 
         Return when all have acknowledged the same version and digest, or when one has and the
-        others have had as long again: those get no new requests before they have it. A version that
-        is not newer than the last one replaces it, and what is in flight is drawn again.
-        superseded: returns whether a newer version exists. `versions.Superseded` when it does and an
-        engine does not find this one; ServerError when no engine takes it, or they hold different
-        weights.
+        others had as long again: those get no new requests before they have it. If the version is
+        not newer than the last one, what is in flight is drawn again.
+
+        superseded: returns whether a newer version exists. Raises `versions.Superseded`;
+        ServerError when no engine takes it, or their weights differ.
         """
         options = self.options
         deadline_s = options.update_s + options.silent_s + options.start_s
@@ -351,7 +340,6 @@ class EnginePool:
             raise ServerError(f"the pool's loop did not answer; {states}") from None
 
     def _turn(self) -> None:
-        """Wait a moment for an outcome. ServerError after `start_s` without an engine."""
         try:
             self._requests.wait(TURN)
             since, seconds = self._replicas.none_since, self.options.start_s

@@ -1,7 +1,7 @@
 """A request as a body of /v1/completions, and the answer as rollouts, by token ids alone.
 
-lowroll's own server packs the tokens and log-probs of a sample as two strings: lists of numbers cost
-both sides ten times as much.
+lowroll's own server packs the tokens and log-probs of a sample as two strings: lists of numbers
+cost ten times as much.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from lowroll.types import BehaviorTag, Evictions, FinishReason, Group, Request, 
 PATH = "/v1/completions"
 REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 BYTES = 1 << 16  # of an answer without tokens
-TOKEN_BYTES = 512  # of a token in an answer, with its log-prob and text
+TOKEN_BYTES = 512  # of a token with its log-prob and text
 TOP_BYTES = 128  # of one of its likeliest tokens
-SCORE_BYTES = 256  # of a token's log-prob in an answer, and of each of its likeliest
+SCORE_BYTES = 256  # of a scored token, and of each of its likeliest
 UNRANKED = 2**31
 ABOVE_ZERO = 1e-4  # a log-prob may round to this
-NEVER = -9999.0  # a server's number for minus infinity, which JSON lacks
+NEVER = -9999.0  # stands for minus infinity, which JSON lacks
 ALL = 0.999  # mass of a whole distribution, up to rounding
 
 
 def body_of(request: Request, model: str, *, seed: int, stop_ids: list[int]) -> dict[str, Any]:
-    """Return the request body, with every sampler setting: a server fills others from a file of the
+    """Return the request body, with every sampler setting: a server fills missing ones from the
     model. stop_ids: the model's own included."""
     return {
         "model": model,
@@ -74,7 +74,7 @@ def tagged(behavior: BehaviorTag, request: Request, index: int) -> BehaviorTag:
 
 
 def most_bytes(request: Request) -> int:
-    """Return the bytes of the longest answer, in which each choice repeats the prompt."""
+    """Return the length of the longest answer, in which each choice repeats the prompt."""
     bytes_per_token = TOKEN_BYTES + TOP_BYTES * (request.top_logprobs + 1)
     tokens = request.n * (len(request.prompt_ids) + request.max_tokens)
     return BYTES + bytes_per_token * tokens
@@ -87,12 +87,11 @@ class ArrivingSample:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    stated: Any = None  # the origin that lowroll's server states for the sample
-    given_up: bool = False  # aborted before the answer was complete
+    stated: Any = None
+    given_up: bool = False
 
     def read(self) -> tuple[list[int], list[float], list[list[tuple[int, float]]]]:
-        """Return copies of ids, log-probs and likeliest tokens, equally many: another thread may
-        append."""
+        """Return equally long copies, since another thread may append."""
         logprobs = list(self.logprobs)
         return self.token_ids[: len(logprobs)], logprobs, self.top_logprobs[: len(logprobs)]
 
@@ -102,7 +101,8 @@ Origin = Callable[[int, ArrivingSample], tuple[BehaviorTag, Evictions | None]]
 
 
 class ResponseAssembler:
-    """The choices of one request as they come, whole or in pieces. ServerError for an invalid one."""
+    """The choices of one request as they come, whole or in pieces. ServerError for an
+    invalid one."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class ResponseAssembler:
         if self.request.top_logprobs:
             sample.top_logprobs += self._top(index, logprob_fields.get("top_logprobs"), len(ids))
         sample.token_ids += ids
-        # last, because another thread reads as many tokens as there are log-probs
+        # last: another thread reads as many tokens as there are log-probs
         sample.logprobs += map(float, logprobs)
 
     def _check_tokens(self, index: int, ids: Any, logprobs: Any) -> None:
@@ -237,7 +237,7 @@ class ResponseAssembler:
             raise self._invalid(
                 f"choice {index}: {len(ids)} token ids and {_describe_count(logprobs)} log-probs"
             )
-        if _are_logprobs(logprobs):  # fast; the loop finds which one is wrong
+        if _are_logprobs(logprobs):  # the loop finds which one is wrong
             return
         for logprob in logprobs:
             if type(logprob) not in (int, float) or not -math.inf < logprob <= ABOVE_ZERO:
@@ -251,8 +251,7 @@ class ResponseAssembler:
 
     def _top(self, index: int, rows: Any, count: int) -> list[list[tuple[int, float]]]:
         """Return the (id, log-prob) pairs of the likeliest tokens at each of `count` positions,
-        largest first: fewer than were asked for where no more can be drawn. rows: one object a
-        position, {"token_id:5": -0.1, ...}: two ids may have one text."""
+        largest first. rows: {"token_id:5": -0.1, ...}, since two ids may have one text."""
         num_top = self.request.top_logprobs
         try:
             tops = [_drawable_pairs(entries) for entries in rows or []]
@@ -266,7 +265,6 @@ class ResponseAssembler:
         return [top[:num_top] for top in tops]
 
     def _check_end(self, index: int, sample: ArrivingSample) -> None:
-        """Raise ServerError for a sample that has not ended, or not where its tokens say."""
         count = len(sample.token_ids)
         if sample.finish_reason is None:
             raise self._invalid(f"choice {index} of {self.request.n} has not come, or not ended")
@@ -286,12 +284,12 @@ class ResponseAssembler:
 
 class TokenScore(NamedTuple):
     logprob: float
-    rank: int  # 1 for the likeliest, `UNRANKED` where the server states none
+    rank: int  # 1 for the likeliest, `UNRANKED` if not stated
 
 
 def prompt_logprobs(answer: Any, ids: list[int], what: str) -> list[dict[int, TokenScore]]:
-    """Parse the `prompt_logprobs` of an answer: for each of ids[1:] the scores of tokens at its
-    position by id, itself among them. ServerError for an invalid answer."""
+    """Parse `prompt_logprobs`: for each of ids[1:] the scores of tokens at its position, by id.
+    ServerError."""
     try:
         positions = answer["choices"][0]["prompt_logprobs"]
         scores_by_position = [_parse_scores(entries) for entries in positions[1:]]
@@ -333,14 +331,13 @@ def ranked(answer: Any, call: HttpCall, prompt_len: int, top: int) -> Ranked:
 
 
 def _likeliest(scores: dict[int, TokenScore], top: int) -> list[tuple[int, float]]:
-    """Return the (id, log-prob) pairs of the tokens of rank 1 to `top`, by rank."""
     entries = [(score.rank, token, score.logprob) for token, score in scores.items()]
     by_rank = sorted(entry for entry in entries if entry[0] <= top)
     return [(token, logprob) for _, token, logprob in by_rank[:top]]
 
 
 def pack(token_ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, str]:
-    """Encode tokens and as many log-probs: base64 of little-endian int32 and float64."""
+    """Encode tokens and log-probs: base64 of little-endian int32 and float64."""
     count = len(token_ids)
     ids = struct.pack(f"<{count}i", *token_ids)
     values = struct.pack(f"<{count}d", *logprobs)
@@ -374,7 +371,6 @@ def _are_logprobs(values: list[Any]) -> bool:
 
 
 def _drawable_pairs(entries: dict[str, Any]) -> list[tuple[int, float]]:
-    """Parse {"token_id:5": -0.1, ...} without the tokens that cannot be drawn."""
     pairs = [(int(name.removeprefix("token_id:")), float(p)) for name, p in entries.items()]
     return [(token, logprob) for token, logprob in pairs if logprob > NEVER]
 

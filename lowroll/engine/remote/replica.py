@@ -1,8 +1,8 @@
-"""One engine of a pool and its health.
+"""One engine of a pool and its health (docs/roles.md).
 
 A replica connects, loads the newest weights, proves that it computes what the others do (`verify`),
-and works. It is evicted when it is silent, dead or stuck, or contradicts itself: its requests go to
-others, and it connects again after a pause that doubles while another works.
+and works. It is evicted when it is silent, dead or stuck, or contradicts itself, and reconnects
+after a pause that doubles while another works.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ HEARTBEATS = 6  # in `silent_s`
 HEARTBEATS_BEFORE_EVICTION = 4  # without an answer
 ONCE_MORE_S = 0.2  # before an unreachable engine is probed again
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0  # seconds between two attempts to connect
-FLAPS_S = 600.0  # in which evictions count: the pause doubles with each
+FLAPS_S = 600.0  # window of evictions that double the pause
 LONGEST_AWAY = 60.0  # seconds of that pause
-OURS = 16  # connections in addition to those of requests
+OURS = 16  # connections beside those of requests
 REFUSED = (401, 403, 404)  # statuses that waiting does not change
 
 Connect = Callable[[HttpClient, "PoolOptions"], Awaitable[EngineServer]]
@@ -49,28 +49,28 @@ Connect = Callable[[HttpClient, "PoolOptions"], Awaitable[EngineServer]]
 
 @dataclass(frozen=True)
 class PoolOptions:
-    """The settings that all engines of a pool share. Times are in seconds.
+    """The settings of all engines of a pool. Times are in seconds.
 
     admin_token: of control routes. connect: default `connect_server`. lost: returns why the
-    engine's process has ended, where that is known.
+    engine's process has ended, if known.
     """
 
     token: str | None = field(default=None, repr=False)
     admin_token: str | None = field(default=None, repr=False)
-    model: str | None = None  # that all must serve, unless `check_model` is off
+    model: str | None = None  # that all must serve, if `check_model`
     check_model: bool = True
-    folder: Path | None = None  # of the model, where a vLLM's own name of it does not lead there
+    # of the model, where the name that a vLLM states does not lead there
+    folder: Path | None = None
     concurrency: int = 256  # requests open at one engine
     timeout_s: float = 1200.0  # of one request at one engine
-    silent_s: float = 30.0  # longest time that a silent engine keeps its requests
+    silent_s: float = 30.0  # how long a silent engine keeps its requests
     # until the first engine has new weights; the others have `silent_s` more
     update_s: float = 600.0
     start_s: float = 600.0  # until one engine answers, at the start and when none is left
     in_flight: InFlight = "keep"  # "replay" needs lowroll's own engines
-    # read tokens as they are drawn, for `so_far` and aborted requests: an event a token
+    # read tokens as they are drawn, for `so_far` and aborted requests
     stream: bool = False
-    # the first error is raised and aborts all; nothing is retried, watched, or checked against the
-    # pool's versions
+    # the first error aborts all, without retries and heartbeats
     fail_fast: bool = False
     connect: Connect | None = None
     lost: Callable[[], str | None] | None = None
@@ -83,11 +83,11 @@ class PoolOptions:
 @dataclass
 class ReplicaCounts:
     requests: int = 0
-    tokens: int = 0  # of those answers
-    retries: int = 0  # that it lost, or was too busy for
-    handed_over: int = 0  # taken from it when it was evicted
-    refused: int = 0  # answers that were inconsistent
-    late: int = 0  # answers that came after another attempt's
+    tokens: int = 0
+    retries: int = 0  # requests that it lost, or was too busy for
+    handed_over: int = 0  # taken from it at an eviction
+    refused: int = 0  # inconsistent answers
+    late: int = 0  # after another attempt's answer
     evicted: int = 0
 
 
@@ -98,8 +98,8 @@ class QueuedRequest:
     attempt: int = 0
     failures: int = 0
     losses: int = 0
-    busy_since: float = 0.0  # start of the time that its engines have been busy
-    avoid: set[str] = field(default_factory=set)  # engines that failed it
+    busy_since: float = 0.0  # since when its engines have been busy
+    avoid: set[str] = field(default_factory=set)
     aborted: bool = False
     ended: bool = False
 
@@ -108,17 +108,17 @@ class QueuedRequest:
 class InFlightRequest:
     entry: QueuedRequest
     replica: Replica
-    sent: int  # the version that its engine had acknowledged
+    sent: int  # version that its engine had acknowledged
     call: HttpCall
     arrivals: ResponseAssembler
     origin: Origin
-    load: int  # tokens that it counts for at its engine
+    load: int  # in tokens
     task: asyncio.Task[None] | None = None
 
 
 class EngineActivity:
-    """The times, on the pool's clock, at which an engine last answered, drew a token for us or had
-    nothing to draw, and knew of all our requests. tokens: its counter of drawn ones."""
+    """The times at which an engine last answered, drew a token for us or had nothing to draw, and
+    knew of all our requests."""
 
     def __init__(self, now: float, tokens: int = -1) -> None:
         self.heard_at = self.drew_at = self.knew_at = now
@@ -127,7 +127,7 @@ class EngineActivity:
     def update(
         self, status: str, progress: ServerProgress, num_flights: int, now: float, allowed_s: float
     ) -> str | None:
-        """Record the answer to a heartbeat. Return why the engine is stuck, or None."""
+        """Record the answer to a heartbeat. Return why the engine is stuck, if it is."""
         if not num_flights or progress.tokens != self.tokens or status != "running":
             self.drew_at, self.tokens = now, progress.tokens
         elif now - self.drew_at > allowed_s:
@@ -157,8 +157,7 @@ class ReplicaOwner(Protocol):
 
 
 async def connect_server(http: HttpClient, options: PoolOptions) -> EngineServer:
-    """Return a client for the kind of server that answers. ServerError; ValueError names what does
-    not fit."""
+    """Return a client for the kind of server that answers. ServerError; ValueError for a misfit."""
     call = HttpCall("GET", "/v1/models", WHAT, None, options.heartbeat_s)
     answer = await http.answer(call)
     model = options.model if options.check_model else None
@@ -172,15 +171,13 @@ async def connect_server(http: HttpClient, options: PoolOptions) -> EngineServer
 
 
 async def _resume_if_paused(server: EngineServer, options: PoolOptions) -> None:
-    """Resume a server that an earlier client left paused, which only the admin may."""
     status = await server.health(options.heartbeat_s)
     if status == "paused" and options.admin_token is not None:
         await server.resume()
 
 
 class Replica:
-    """An engine and its health, on the pool's loop alone. named: one that does not fit ends the
-    run, because the configuration names it."""
+    """An engine and its health, on the pool's loop alone. named: a misfit ends the run."""
 
     def __init__(
         self, url: str, owner: ReplicaOwner, options: PoolOptions, *, named: bool = True
@@ -194,10 +191,10 @@ class Replica:
         self.state: State = "new"
         self.server: EngineServer | None = None
         self.held: HeldPolicy | None = None
-        self.version = 0  # that it has acknowledged
+        self.version = 0  # acknowledged
         self.last_error = "it was not asked yet"
         self.leaving = False  # takes no new requests
-        self.suspect = False  # a connection was lost: no new requests before its next heartbeat
+        self.suspect = False  # lost a connection: no new requests before its next heartbeat
         self.busy_until = self.busy_s = 0.0
         self.flights: set[InFlightRequest] = set()
         self.outstanding = 0  # tokens that it may still draw for us
@@ -240,7 +237,7 @@ class Replica:
 
     @property
     def met_server(self) -> EngineServer:
-        """The client of its server, to which it has connected once."""
+        """The client of its server, once it has connected."""
         assert self.server is not None
         return self.server
 
@@ -285,8 +282,8 @@ class Replica:
     # -- its life ----------------------------------------------------------------------------------
 
     async def connect(self) -> None:
-        """Connect, check the server, and begin to take requests. ServerError when it does not answer
-        or computes with other weights, ValueError when it will never fit."""
+        """Connect, check the server, and begin to take requests. ServerError when it does not
+        answer or computes with other weights, ValueError when it will never fit."""
         options = self.options
         self._why = None
         server = self.server = await (options.connect or connect_server)(self.http, options)
@@ -301,7 +298,6 @@ class Replica:
         self.owner.admitted(self)
 
     async def _check_until_settled(self) -> None:
-        """Load and check the newest weights, until the pool has not moved on meanwhile."""
         versions = self.owner.versions
         while True:
             await self._catch_up()
@@ -319,12 +315,12 @@ class Replica:
             if was_settled and self.held is not None and self.held == versions.held:
                 break
             if not was_settled and versions.broadcasting:
-                # the engines that work decide which digest is right
+                # the working engines decide which digest is right
                 await happens_within(versions.settled, self.options.update_s)
                 continue
             held_policy = await self.take(newest)
             if newest is not versions.newest:
-                continue  # a newer broadcast came meanwhile
+                continue
             if not was_settled and not versions.settled.is_set():
                 versions.settle(held_policy)  # no other engine works: this one decides
             elif was_settled and held_policy != versions.held:
@@ -347,7 +343,6 @@ class Replica:
             )
 
     async def _check_logprobs(self) -> None:
-        """Raise ServerError when its log-probs differ from those of a working engine, if any."""
         witness = self._witness()
         if witness is None or not self.met_server.scores:
             return
@@ -364,7 +359,6 @@ class Replica:
         check_canary(own_logprobs, witness_logprobs, witness.url)
 
     def _witness(self) -> Replica | None:
-        """Return a working replica with the weights of this one; None while weights change."""
         if not self.owner.versions.settled.is_set():
             return None
         for replica in self.owner.replicas:
@@ -390,7 +384,7 @@ class Replica:
                 self._wake.clear()
             if self._why is not None:
                 return self._why
-            if self.taking:  # it may be silent, and `take` has a deadline of its own
+            if self.taking:  # it may be silent, and `take` has its own deadline
                 activity = EngineActivity(clock(), activity.tokens)
                 continue
             if num_answered != self.counts.requests:  # an answer counts like a heartbeat
@@ -422,7 +416,7 @@ class Replica:
         )
 
     async def _heartbeat(self, heartbeat_s: float) -> tuple[str, ServerProgress]:
-        """Return its status and, while it has requests of ours, its counters. EngineLost when it is
+        """Return its status and, while it has requests, its counters. EngineLost when it is
         unreachable twice."""
         server = self.met_server
         try:
@@ -435,7 +429,6 @@ class Replica:
         return status, await server.progress(heartbeat_s)
 
     def _evict(self, why: str) -> float:
-        """Evict the engine. Return the seconds that it stays away while others work."""
         away_s = 0.0
         if self.state == "ready":
             self.counts.evicted += 1

@@ -21,8 +21,8 @@ from lowroll.weights.sync.base import Broadcast
 
 log = logging.getLogger(__name__)
 
-TOGETHER_S = 5.0  # grace at the start for the others after the first engine has answered
-COUNTED = (  # fields of `EngineStats` that are summed over engines
+TOGETHER_S = 5.0  # for the other engines, at the start
+COUNTED = (  # summed over engines
     "cache_tokens",
     "prefix_hits",
     "running",
@@ -32,7 +32,7 @@ COUNTED = (  # fields of `EngineStats` that are summed over engines
     "replayed_tokens",
     "kept_tokens",
 )
-METRIC = {"evicted": "fenced"}  # metric names that differ from the field's
+METRIC = {"evicted": "fenced"}  # names that differ from the field's
 
 
 @dataclass
@@ -62,8 +62,8 @@ class PoolReport:
 
 
 class ReplicaSet:
-    """The engines of a pool, on the pool's loop alone. answer: receives each request's outcome by its
-    handle; an error with handle -1 ends the run."""
+    """The engines of a pool, on the pool's loop alone. answer: receives each request's outcome by
+    its handle; an error with handle -1 ends the run."""
 
     def __init__(
         self, options: PoolOptions, answer: Callable[[int, Group | Exception], None]
@@ -79,14 +79,14 @@ class ReplicaSet:
             self.replicas, self.versions, options, self.router.dispatch, self.describe
         )
         self._watch_tasks: dict[Replica, asyncio.Task[None]] = {}
-        self._facts: tuple[str, dict[str, Any]] | None = None  # of the first, by its address
-        self._removed_counts = ReplicaCounts()  # summed over engines that were removed
+        self._facts: tuple[str, dict[str, Any]] | None = None
+        self._removed_counts = ReplicaCounts()
 
     # -- for the pool ------------------------------------------------------------------------------
 
     async def begin(self, urls: Sequence[str]) -> None:
-        """Connect to engines: at once with `fail_fast`, which raises their errors, else in tasks
-        that watch them. ValueError for one that is named twice."""
+        """Connect to engines: at once with `fail_fast`, which raises their errors, else in tasks.
+        ValueError for one that is named twice."""
         for url in urls:
             replica = Replica(url.rstrip("/").removesuffix("/v1"), self, self.options)
             if any(replica.url == other.url for other in self.replicas):
@@ -101,7 +101,7 @@ class ReplicaSet:
 
     async def until_ready(self, is_over: Callable[[], bool]) -> None:
         """Wait until one engine works and, for a moment, until the others were tried. is_over:
-        returns whether the wait ends because one does not fit. ServerError after `start_s`."""
+        returns whether one does not fit. ServerError after `start_s`."""
         loop, start_s = asyncio.get_running_loop(), self.options.start_s
         warning_timer = loop.call_later(self.options.silent_s, self._warn_late)
         try:
@@ -120,7 +120,7 @@ class ReplicaSet:
         await asyncio.gather(*(happens_within(replica.tried, seconds) for replica in self.replicas))
 
     def meet(self, urls: Sequence[str]) -> None:
-        """Connect to new engines; those that are not listed any more get no new requests."""
+        """Connect to new engines; those that are not in `urls` get no new requests."""
         for replica in self.replicas:
             if not replica.named:
                 replica.leaving = replica.url not in urls
@@ -158,7 +158,7 @@ class ReplicaSet:
         return await asyncio.gather(*(replica.http.answer(call) for replica in ready))
 
     async def stats(self) -> EngineStats:
-        """Sum the engines' metrics; with `fail_fast`, raise the error of one without an answer."""
+        """Sum the engines' metrics; with `fail_fast`, raise their errors."""
         servers = [replica.server for replica in self.replicas if replica.server is not None]
         pages = await asyncio.gather(
             *(server.metrics(self.options.heartbeat_s) for server in servers),
@@ -187,7 +187,7 @@ class ReplicaSet:
     # -- for the replicas --------------------------------------------------------------------------
 
     def agree(self, replica: Replica) -> None:
-        """Check an engine against the first one that connected. ValueError names what differs."""
+        """Check an engine against the first one. ValueError names what differs."""
         facts = dict(replica.met_server.facts())
         if self.options.check_model and not self.options.model:
             facts["model"] = replica.met_server.model

@@ -1,7 +1,7 @@
 """Routing of a pool's requests to its replicas: least loaded, with affinity, and with retries.
 
 A request is all samples of a group. A lost one is sent to another replica with the same id and
-seed, so that the same weights draw the same tokens.
+seed.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from lowroll.types import Group, Request
 
 log = logging.getLogger(__name__)
 
-FAILURES = 4  # of one request, at engines that go on, before it ends the run
+FAILURES = 4  # of one request, at engines that continue, before the run ends
 LOSSES = 32  # evictions that one request may see
-BUSY_S, LONGEST_BUSY_S = 0.2, 5.0  # pauses of an engine that answered "busy"
-# caches full of tokens that are sent to an engine, which must not run out of work before the last
-# sample of a group has ended (docs/log/engine.md)
+BUSY_S, LONGEST_BUSY_S = 0.2, 5.0  # of an engine that answered "busy"
+# caches full of tokens for one engine, so that it has work until the last sample of a group has
+# ended (docs/log/engine.md)
 AHEAD = 3.0
-BEHIND = 1.25  # times the least load that the engine with a turn's pages may have
-LEARNED = 1 / 64  # weight of an answer in the running mean of used token budgets
+BEHIND = 1.25  # times the least load, for the engine with a turn's pages
+LEARNED = 1 / 64  # weight of an answer in the mean of used budgets
 MOST_HOMES = 1 << 16  # requests whose engine is remembered
 
 Answer = Callable[[int, "Group | Exception"], None]
@@ -51,13 +51,13 @@ Answer = Callable[[int, "Group | Exception"], None]
 class LoadBalancer:
     def __init__(self, concurrency: int) -> None:
         self._concurrency = concurrency
-        self._share = 1.0  # share of their max_tokens that requests draw
-        self._homes: dict[str, str] = {}  # request id -> url of the engine that drew it
+        self._share = 1.0  # mean drawn share of max_tokens
+        self._homes: dict[str, str] = {}
 
     def choose(self, able: Sequence[Replica], entry: QueuedRequest) -> Replica | None:
-        """Return the engine with the fewest outstanding tokens; None when all are full. A later turn
-        goes to the engine that drew the one before, whose cache may hold its pages, unless that has
-        clearly more to do or has failed this request."""
+        """Return the engine with the fewest outstanding tokens; None when all are full. A later
+        turn goes to the engine that may hold its pages, unless that has clearly more to do or has
+        failed it."""
         free_replicas = [replica for replica in able if self._is_free(replica, entry)]
         if not free_replicas:
             return None
@@ -75,7 +75,8 @@ class LoadBalancer:
         return int(request.n * request.max_tokens * self._share) + len(request.prompt_ids)
 
     def learn(self, flight: InFlightRequest, group: Group) -> None:
-        """Learn from an answer which share of its budget a request draws, and which engine drew it."""
+        """Learn from an answer which share of its budget a request draws, and which
+        engine drew it."""
         request = flight.entry.request
         num_drawn = sum(len(rollout.token_ids) for rollout in group.rollouts)
         drawn_share = num_drawn / (request.n * request.max_tokens)
@@ -87,7 +88,6 @@ class LoadBalancer:
                 del self._homes[oldest_id]
 
     def _is_free(self, replica: Replica, entry: QueuedRequest) -> bool:
-        """Return whether a request may be sent to an engine; an idle one takes any."""
         if not replica.flights:
             return True
         cache_tokens = replica.met_server.cache_tokens
@@ -110,7 +110,7 @@ class RequestRouter:
         self.versions = versions
         self.options = options
         self._answer = answer
-        self.known: EngineServer | None = None  # of the engine that connected last
+        self.known: EngineServer | None = None
         self._waiting: deque[QueuedRequest] = deque()
         self._flights: dict[int, InFlightRequest] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -118,7 +118,7 @@ class RequestRouter:
         self._dispatch_due = False
 
     def add(self, entries: Sequence[QueuedRequest]) -> None:
-        """Queue requests; all of one iteration of the loop are dispatched together."""
+        """Queue requests; those of one iteration of the loop are dispatched together."""
         self._waiting.extend(entries)
         if not self._dispatch_due:
             self._dispatch_due = True
@@ -199,7 +199,7 @@ class RequestRouter:
             body,
             deadline_s=self.options.timeout_s,
             most_bytes=most_bytes(request),
-            # the only engine is retried, unless a stream may have been read
+            # retry the only engine, unless a stream may have been read
             again=self.options.fail_fast and not self.options.stream,
         )
         flight = InFlightRequest(
@@ -243,7 +243,7 @@ class RequestRouter:
 
     async def _believe(self, flight: InFlightRequest, group: Group) -> None:
         """Raise ServerError when a group was drawn from another version than its engine was sent.
-        While engines agree on one, wait for the outcome."""
+        Wait while engines agree on one."""
         problem = self.versions.problem(group, flight.sent)
         if problem is not None and not self.versions.settled.is_set():
             await happens_within(self.versions.settled, self.options.update_s)
@@ -275,8 +275,6 @@ class RequestRouter:
             self._end(entry, ServerError(f"{error}{note}", error.status))
 
     def _may_retry(self, flight: InFlightRequest, error: ServerError) -> bool:
-        """Count an error against the engine or the request. Return whether the request may be sent
-        again."""
         entry, replica = flight.entry, flight.replica
         if isinstance(error, EngineLost):
             entry.losses += 1
@@ -291,7 +289,7 @@ class RequestRouter:
             entry.failures += 1
             entry.avoid.add(replica.url)
             replica.last_error = str(error)
-        elif error.status is None:  # an answer that is invalid or contradicts what was sent
+        elif error.status is None:
             entry.failures += 1
             entry.avoid.add(replica.url)
             replica.counts.refused += 1
@@ -302,7 +300,7 @@ class RequestRouter:
 
     def _pause(self, flight: InFlightRequest, error: ServerError) -> bool:
         """Pause a busy engine for a time that doubles while it stays busy. Return whether the
-        request may wait on: for `start_s` in all."""
+        request may wait, for `start_s` in all."""
         loop, replica, entry = asyncio.get_running_loop(), flight.replica, flight.entry
         now = loop.time()
         replica.last_error = str(error)

@@ -14,7 +14,7 @@ from lowroll.engine.request import validate
 from lowroll.types import BehaviorTag, Evictions, PolicySpan, Request
 from lowroll.weights.sync.base import Broadcast
 
-CONTROL_S = 10.0  # timeout of a short control route
+CONTROL_S = 10.0  # of a short control route
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class HeldPolicy:
 
 @dataclass(frozen=True)
 class ServerProgress:
-    open: int  # requests taken and not answered
-    tokens: int  # drawn since it began
+    open: int  # taken and not answered
+    tokens: int  # drawn since its start
 
 
 class EngineServer(ABC):
@@ -41,14 +41,14 @@ class EngineServer(ABC):
 
     capabilities: Capabilities
     behavior: BehaviorTag  # of the next request
-    model: str  # the name that the next request is sent to
-    root: str  # the stated folder or hub id of the model, else the model's name
+    model: str  # name for the next request
+    root: str  # stated folder or hub id of the model, else its name
     vocab_size: int
     weight_bits: float
-    cache_tokens: int = 0  # that the KV cache holds, where the server states it here
+    cache_tokens: int = 0  # of the KV cache, if known
     in_flight: bool = True
     scores: bool = True
-    held: HeldPolicy | None = None  # the policy that it stated at the start, if any
+    held: HeldPolicy | None = None  # stated at the start, if any
 
     def __init__(self, http: HttpClient) -> None:
         self.http = http
@@ -56,7 +56,7 @@ class EngineServer(ABC):
     # -- requests and answers ----------------------------------------------------------------------
 
     def check(self, request: Request, where: str = "") -> None:
-        """Raise ValueError that names a field, after `where`, that the server does not support."""
+        """Raise ValueError that names an unsupported field, after `where`."""
         length = self.capabilities.context_length
         try:
             validate(
@@ -120,7 +120,7 @@ class EngineServer(ABC):
     async def resume(self) -> None: ...
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the facts on which all engines of a pool must agree, by their names in errors."""
+        """Return what all engines of a pool must agree on."""
         capabilities, behavior = self.capabilities, self.behavior
         return {
             "kind of server": type(self).__name__.removesuffix("Server").lower(),

@@ -1,14 +1,14 @@
 """Checks of an engine's weights by the log-probs of a few tokens, against what the engine does not
-know: bad memory, a model that was read wrongly, a vLLM that kept its old weights.
+know: bad memory, a misread model, a vLLM that kept its old weights.
 
-An engine that joins a pool has to agree with one that works (`check_canary`). A run's vLLM is
-compared with the learner after an update (`Verifier`):
+An engine that joins a pool has to agree with one that works (`check_canary`). A vLLM is compared
+with the learner after an update (`Verifier`):
 
  1. distance    is the engine near the learner? The bound allows for the rounding of formats.
  2. movement    with d the learner's change since a reference and m the engine's, the share
                 <m, d> / <d, d> is 1 when updates arrive and 0 when they do not. A stale policy
-                passes (1) when steps are small. It is asked once d stands out of the distance;
-                until then the reference stays, and steps add up.
+                passes (1) when steps are small. It is judged once d exceeds the distance clearly;
+                until then the reference stays.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lowroll.engine.remote.http_client import HttpCall, ServerError
 from lowroll.engine.remote.protocol import PATH, prompt_logprobs
 from lowroll.engine.remote.server_base import EngineServer
 
-CLEAR = 5.0  # a movement is judged when it is so many times the distance
+CLEAR = 5.0  # a movement is judged at this multiple of the distance
 LEAST = 1e-4  # nats: below this, no movement is judged
 SHARE = 0.5
-TOKENS = 24  # of the text that is scored; fewer in a short context
+TOKENS = 24  # of the scored text; fewer in a short context
 CANARY_BOUND = 0.1  # nats a token, root mean square
 CANARY_BYTES = 1 << 20  # length limit of the canary's answer
 
@@ -46,8 +46,8 @@ class _LogprobPair:
 
 
 class Verifier:
-    """The tests of an engine against the learner. bound: the largest accepted root mean square
-    distance, in nats a token."""
+    """The tests of an engine against the learner. bound: the largest root mean square distance, in
+    nats a token."""
 
     def __init__(self, vocab_size: int, context_length: int, bound: float) -> None:
         self.ids = text(vocab_size, context_length)
@@ -68,12 +68,10 @@ class Verifier:
             self._reference = pair
 
     def _check_movement(self, before: _LogprobPair, now: _LogprobPair, version: int) -> bool:
-        """Return whether the learner has moved enough to be compared. NotArrived when the engine has
-        not moved with it."""
         learner_change = _differences(now.learner, before.learner)
         engine_change = _differences(now.engine, before.engine)
         noise = before.apart
-        if any(engine_change):  # else the distance now holds the movement that the engine missed
+        if any(engine_change):  # else the distance contains the movement that the engine missed
             noise = max(noise, now.apart)
         moved_nats = distance(now.learner, before.learner)
         if moved_nats <= max(CLEAR * noise, LEAST):
@@ -100,7 +98,7 @@ async def canary_logprobs(server: EngineServer, deadline_s: float) -> list[float
 
 
 def check_canary(mine: list[float], theirs: list[float], witness: str) -> None:
-    """Raise ServerError when an engine's log-probs are too far from the witness's."""
+    """Raise ServerError when log-probs are too far from the witness's."""
     distance_nats = distance(mine, theirs) if mine else 0.0
     if math.isnan(distance_nats) or distance_nats > CANARY_BOUND:
         raise ServerError(
@@ -115,7 +113,6 @@ def text(vocab_size: int, context_length: int) -> list[int]:
 
 
 def distance(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return the root mean square of the differences, in nats a token."""
     return math.dist(a, b) / math.sqrt(len(a))
 
 

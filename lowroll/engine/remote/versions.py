@@ -11,7 +11,7 @@ from lowroll.engine.remote.server_base import HeldPolicy
 from lowroll.types import Group
 from lowroll.weights.sync.base import Broadcast
 
-MOST = 256  # versions that are remembered; a request in flight spans fewer
+MOST = 256  # remembered versions; a request in flight spans fewer
 
 
 class Superseded(Exception):
@@ -21,21 +21,21 @@ class Superseded(Exception):
 class PolicyVersions:
     """The versions of the policy in a pool, on the pool's loop alone.
 
-    newest: what every engine takes before it works; None before the first broadcast. settled: set
-    while no version is being agreed on. broadcasting: a broadcast is under way.
+    newest: what every engine takes before it works; None before the first broadcast. settled: no
+    version is being agreed on.
     """
 
     def __init__(self) -> None:
         self.newest: Broadcast | None = None
-        self.held: HeldPolicy | None = None  # the newest that was agreed on
+        self.held: HeldPolicy | None = None  # newest agreement
         self.settled = asyncio.Event()
         self.settled.set()
         self.broadcasting = False
         self._agreed: dict[int, frozenset[str]] = {}
 
     def begin(self, broadcast: Broadcast) -> bool:
-        """Begin a broadcast, which ends the agreement on versions that are not older. Return whether
-        there was one: what is in flight must be drawn again."""
+        """Begin a broadcast, which ends the agreement on versions that are not older. Return
+        whether there was one, so that what is in flight must be drawn again."""
         is_replacement = self.held is not None and broadcast.version <= self.held.version
         self._agreed = {
             version: digests
@@ -54,8 +54,8 @@ class PolicyVersions:
         self.settled.set()
 
     def problem(self, group: Group, sent: int) -> str | None:
-        """Return what is wrong with the versions that drew a group: one goes back, or was not agreed
-        on. sent: the one that its engine had acknowledged before."""
+        """Return what is wrong with the versions that drew a group: one goes back, or was not
+        agreed on. sent: acknowledged by its engine."""
         for i, rollout in enumerate(group.rollouts):
             last_version = sent
             for span in rollout.behavior.policy:
@@ -70,7 +70,7 @@ class PolicyVersions:
 
 
 def agreed(acknowledged: Mapping[str, HeldPolicy]) -> HeldPolicy:
-    """Return the policy that most engines, by address, acknowledge. ServerError for a tie."""
+    """Return the policy that most engines (by address) acknowledge. ServerError for a tie."""
     (most_held, most), *others = Counter(acknowledged.values()).most_common()
     if others and others[0][1] == most:
         statements = "; ".join(

@@ -1,12 +1,4 @@
-"""One vLLM that takes weights as a stream, started here or attached to (docs/vllm.md).
-
-    with VllmEngine.start("path/to/model", lora_rank=16) as engine:
-        groups = engine.generate([Request(prompt_ids=[...], n=8, max_tokens=64, seed=7)])
-        engine.update_weights(WeightUpdate.local(learner, version=1))
-
-Weights come as an adapter with a new name for each version, as a folder of the whole model
-(`vllm_folders`), or by vLLM's own transfer (`vllm_nccl`), and are checked by `verify`.
-"""
+"""One vLLM that takes weights as a stream, started here or attached to (docs/vllm.md)."""
 
 from __future__ import annotations
 
@@ -40,17 +32,17 @@ _log = logging.getLogger(__name__).info
 
 Way = Literal["folder", "nccl"]
 BASE = "policy"
-SILENT_S = 180.0  # six times the interval of heartbeats; also bounds the first calls
-BOUND = 0.5  # nats a token that a format may be away from the learner
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of adapters that vLLM 0.20 and newer take
-ADAPTERS_TOGETHER = 2  # two versions, while the older one's requests end
+SILENT_S = 180.0  # six heartbeats; also bounds the first calls
+BOUND = 0.5  # nats a token between a format and the learner
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of adapters in vLLM 0.20 and newer
+ADAPTERS_TOGETHER = 2  # an older version's requests may still run
 
 
 class VllmEngine(EnginePool):
-    """A pool of one vLLM. Made by `start` or `attach`.
+    """A pool of one vLLM, made by `start` or `attach`.
 
-    verify: log-probs of ids[1:] under the learner; default those of the update's own model, if it is
-    in this process. bound: the engine's largest accepted distance from them, in nats.
+    verify: log-probs of ids[1:] under the learner; default those of an update from this process.
+    bound: the engine's largest distance from them, in nats.
     """
 
     def __init__(
@@ -76,8 +68,8 @@ class VllmEngine(EnginePool):
         self._way = way
         self._verify = verify
         self._transfer: NcclTransfer | None = None
-        self._loaded: dict[str, Path] = {}  # folders of the loaded adapters, by name
-        self._versions: Counter[int] = Counter()  # how often each version was sent
+        self._loaded: dict[str, Path] = {}
+        self._versions: Counter[int] = Counter()
         self._exchange = Path(tempfile.mkdtemp(prefix="lowroll-weights-", dir=exchange))
 
         async def meet(http: HttpClient, options: PoolOptions) -> VllmServer:
@@ -137,12 +129,11 @@ class VllmEngine(EnginePool):
     ) -> VllmEngine:
         """Start a vLLM for a model folder; it ends with this engine, or with this process.
 
-        log: what vLLM writes. python, site, devices, socket (its folder): as of `VllmProcess`.
-        dtype: default the folder's. gpu_memory: share of each GPU. lora_rank: the policy is an
-        adapter of at most this rank. way: of full updates; None takes none. arguments: more options
-        of `vllm serve`. tell: receives lines about the start. options: as of the class; exchange:
-        where weights are laid. Log, socket and exchange are temporary by default. EngineLost, with
-        the last error of its log, when it is not ready within start_s.
+        log, python, site, devices, socket (its folder): as of `VllmProcess`. dtype: default the
+        folder's. gpu_memory: share of each GPU. lora_rank: the policy is an adapter of at most this
+        rank. way: of full updates; None takes none. arguments: more options of `vllm serve`. tell:
+        receives lines about the start. exchange: the folder of weights. EngineLost, with the last
+        error of its log, after start_s.
         """
         from lowroll.engine.remote.vllm_folders import linear_names, served
 
@@ -181,18 +172,16 @@ class VllmEngine(EnginePool):
 
     @classmethod
     def attach(cls, url: str, folder: str | Path | None = None, **options: Any) -> VllmEngine:
-        """Attach to a running vLLM, at a URL or a Unix socket (`unix:/path`), which goes on when
-        this engine is closed.
+        """Attach to a running vLLM, at a URL or a Unix socket (`unix:/path`), which outlives this
+        engine.
 
-        folder: of its model, readable here; default what it states. options: as of the class, with
-        lora_rank and way as of `start`; exchange has the same path on its machine. ValueError names
-        what it lacks (docs/vllm.md).
+        folder: of its model, readable here; default what it states. exchange has the same path on
+        its machine. Others as of `start`. ValueError names what it lacks (docs/vllm.md).
         """
         return cls(url, folder, **options)
 
     def close(self) -> None:
-        """Abort the requests in flight. End a server that was started here; unload the adapters of
-        another. Idempotent."""
+        """End a server that was started here, or unload the adapters of another. Idempotent."""
         if self.closed:
             return
         if self._transfer is not None:
@@ -213,8 +202,8 @@ class VllmEngine(EnginePool):
     # -- pause -------------------------------------------------------------------------------------
 
     def pause(self, mode: Literal["keep", "wait", "abort"] = "keep") -> None:
-        """Stop drawing: freeze the requests in flight, wait for their end, or end them with finish
-        reason "abort". New requests wait for `resume`."""
+        """Stop drawing: freeze the requests in flight, wait for their end, or abort them. New
+        requests wait for `resume`."""
         self.found.needs("pause", "/pause", "/resume")
         self.run(self._server.pause(mode, self.request_s), self.request_s)
 
@@ -227,9 +216,9 @@ class VllmEngine(EnginePool):
         """Take new weights as policy `update.version`, check them, and return the tag of the next
         request.
 
-        Requests in flight keep their adapter; a full update waits for their end. ValueError, before
-        anything is sent, names what does not fit. NotArrived when vLLM does not draw from these
-        weights. After a failed update no request may follow, and a full one leaves vLLM paused.
+        Requests in flight keep their adapter; a full update waits for their end. ValueError before
+        anything is sent. Raises NotArrived. After a failed update send no request; a full one
+        leaves vLLM paused.
         """
         if in_flight == "replay":
             raise ValueError("in_flight: a vLLM replays nothing")
@@ -271,8 +260,6 @@ class VllmEngine(EnginePool):
         self._unload(keep=name)
 
     def _unload(self, keep: str | None) -> None:
-        """Unload the adapters that no request in flight uses, except `keep`, with their folders."""
-
         async def unload() -> None:
             kept_names = self.models_in_use | {keep}
             for name in [name for name in self._loaded if name not in kept_names]:
@@ -302,7 +289,6 @@ class VllmEngine(EnginePool):
         self.resume()
 
     def _check_arrival(self, update: WeightUpdate) -> None:
-        """Compare vLLM's log-probs with the learner's, if those are known here. NotArrived."""
         ids = self._verifier.ids
         if self._verify is not None:
             learner_logprobs: Sequence[float] = self._verify(ids)
@@ -316,7 +302,7 @@ class VllmEngine(EnginePool):
             engine_logprobs = self.score([ids], [1])[0].tolist()
         except EngineLost:
             raise
-        except ServerError as error:  # for example, of log-probs that are no numbers
+        except ServerError as error:  # for example, log-probs that are no numbers
             raise NotArrived(f"update to version {update.version}: {error}") from None
         self._verifier.check(learner_logprobs, engine_logprobs, update.version)
 
@@ -357,7 +343,6 @@ def _supported_rank(wanted: int) -> int:
 def _update_kind(
     found: ProbedVllm, model: ServedModel, lora_rank: int | None, way: Way | None
 ) -> Kind | None:
-    """Return the kind of update that vLLM takes, None for none. ValueError says what it lacks."""
     if lora_rank is not None:
         found.check_adapters()
         return "adapter"

@@ -1,6 +1,5 @@
 """The folders of a vLLM: the facts about its model, and weight updates, each in a new place. A
-missing or half-written one kills vLLM's engine, so they appear whole.
-"""
+missing or half-written one kills vLLM's engine, so they appear whole."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ from lowroll.weights.sync.update import WeightUpdate, arrivals, check_content, d
 
 
 def served(folder: Path, dtype_name: str | None = None) -> ServedModel:
-    """Read the facts about a vLLM's model from its folder. dtype_name: the server's dtype; default
-    the folder's. ValueError as of `read_config` and `read_spec`."""
+    """Read the facts about a vLLM's model from its folder. dtype_name: default the folder's.
+    ValueError as of `read_config` and `read_spec`."""
     config = read_config(folder)
     spec = read_spec(folder)
     name = dtype_name or str(config.get("dtype") or config.get("torch_dtype") or "float32")
@@ -50,8 +49,8 @@ def linear_names(folder: Path) -> tuple[str, ...]:
 
 
 def write_adapter(update: WeightUpdate, folder: Path, base: Path) -> Path:
-    """Write the adapter of an update as a new folder. ValueError as of `check_content`, and for names
-    that are no adapter's."""
+    """Write an adapter as a new folder. ValueError as of `check_content`, and for names that are no
+    adapter's."""
     if update.lora_alpha is None:
         raise ValueError("update: lora_alpha: an adapter's update states it")
     tensors = dict(update.tensors())
@@ -65,8 +64,8 @@ def write_adapter(update: WeightUpdate, folder: Path, base: Path) -> Path:
 
 
 def write_model(update: WeightUpdate, folder: Path, base: Path, dtype_name: str) -> Path:
-    """Write the model of a full update as a new folder in the format of `base`, dense parts in the
-    named dtype. ValueError as of `weights.sync.update`."""
+    """Write a full update as a new folder in the format of `base`, dense parts in the named dtype.
+    ValueError as of `weights.sync.update`."""
     dtype = getattr(torch, dtype_name)
     spec = spec_from_config(read_config(base))
     format = low_bit_format(base)

@@ -1,13 +1,13 @@
 """Full updates by vLLM's own weight transfer, from the learner's GPU to vLLM's over NCCL.
 
     /init_weight_transfer_engine   once: learner and workers meet in one communicator
-    /start_weight_update           each time, with what was drawing ended and paused
+    /start_weight_update           each time, while vLLM is paused without requests
     /update_weights                names, dtypes and shapes; meanwhile each tensor is broadcast
     /finish_weight_update          vLLM makes its own layout of them
 
 From version 0.32 on the communicator's id travels in the request. Older ones fetch it from a
-TCPStore as a pickle, which is written here byte by byte. Any client of the store could replace it,
-so it listens on loopback alone, and an older vLLM on another machine is refused.
+TCPStore as a pickle, written here byte by byte. The store listens on loopback alone, since its
+clients could replace the pickle (docs/vllm.md).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lowroll.model.names import dtype_of
 from lowroll.weights.sync.update import WeightUpdate, check_content
 
 ID_IN_REQUEST = (0, 32)  # first known version
-STORED_ID = "broadcast_from/0/0"  # where vLLM's StatelessProcessGroup looks for it
+STORED_ID = "broadcast_from/0/0"  # where vLLM's StatelessProcessGroup looks
 TURN = 0.05
 INIT, START, UPDATE, FINISH = TRANSFER
 
@@ -96,7 +96,7 @@ class NcclTransfer:
         self._communicator = self._store = None
 
     def meet(self, device: torch.device) -> Communicator:
-        """Return the communicator with vLLM's workers, which join it the first time."""
+        """Return the communicator with vLLM's workers, who join the first time."""
         if self._communicator is not None:
             return self._communicator
         call = HttpCall("GET", "/get_world_size", "the number of vLLM's workers", again=True)
@@ -115,7 +115,7 @@ class NcclTransfer:
 
     def _beside(self, answer: Future[Any], work: Callable[[], None], what: str) -> None:
         """Do `work` in a thread while the server does its part. When one fails or takes too long,
-        the other would wait in NCCL forever: abort the communicator. ServerError, the server's own
+        abort the communicator, in which the other would wait forever. ServerError, the server's own
         first."""
         errors: list[BaseException] = []
 

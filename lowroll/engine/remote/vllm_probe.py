@@ -1,5 +1,5 @@
-"""A probe of the vLLM at an address. Its features are read from its own description
-(/openapi.json) and its answers, not from its version, which is 0.20 or newer."""
+"""A probe of the vLLM (0.20 or newer) at an address. Its features are read from /openapi.json and
+its answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowroll.engine.remote.http_client import HttpCall, HttpClient, ServerError,
 from lowroll.engine.remote.protocol import PATH
 
 OLDEST = (0, 20)
-FIELDS = (  # fields of a /v1/completions body that rollouts need
+FIELDS = (  # of a /v1/completions body, needed for rollouts
     "prompt",
     "seed",
     "logprobs",
@@ -41,12 +41,12 @@ ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 class ProbedVllm:
     version: tuple[int, ...]
     model: str
-    root: str  # the folder of that model, as stated
+    root: str
     context_length: int
     paths: frozenset[str]
-    processed: bool  # log-probs are of the distribution that it draws from
-    cpu: bool | None  # it computes on a CPU; None: unknown
-    lora: bool  # it was started with LoRA, and adapters may be loaded while it runs
+    processed: bool  # of the distribution that it draws from
+    cpu: bool | None  # None: unknown
+    lora: bool  # adapters may be loaded while it runs
 
     @property
     def shown(self) -> str:
@@ -68,9 +68,9 @@ class ProbedVllm:
 
     def check_models(self, tied: bool, *paths: str) -> None:
         """Raise ValueError when it takes no whole models, or does not serve `paths`. tied: the head
-        of its model is the embedding."""
+        is the embedding."""
         self.needs("updates of all weights", *RELOAD, *paths)
-        if tied and self.cpu is not False:  # None: it may be on a CPU
+        if tied and self.cpu is not False:
             raise ValueError(
                 f"updates of all weights: on a CPU {self.shown} keeps the old head of a model with "
                 f"tied embeddings, without a word; roll out an adapter (lora_rank), or use "
@@ -79,8 +79,7 @@ class ProbedVllm:
 
 
 async def probe(http: HttpClient) -> ProbedVllm:
-    """Probe a vLLM. ValueError names what it lacks for rollouts; ServerError when it does not
-    answer."""
+    """Probe a vLLM. ValueError names what it lacks. Raises ServerError."""
     version = _parse_version(await http.get("/version", "the version of vLLM"))
     openapi = await http.get("/openapi.json", "vLLM's description of its routes")
     paths = _keys_at(openapi, "paths")
@@ -122,7 +121,6 @@ def _keys_at(described: Any, *names: str) -> set[str]:
 
 
 def _base_model(answer: Any) -> tuple[str, str, int]:
-    """Return (name, folder, context length) of the base model."""
     try:
         base_card = next(
             model_card for model_card in answer["data"] if model_card.get("parent") is None
@@ -136,8 +134,8 @@ def _base_model(answer: Any) -> tuple[str, str, int]:
 
 
 async def _is_processed(http: HttpClient, model: str) -> bool:
-    """Return whether log-probs are those after temperature and top-k: then the two tokens left have
-    all the mass, and half the distance at temperature 2."""
+    """Return whether log-probs are those after temperature and top-k: then two tokens have all the
+    mass, and half the distance at temperature 2."""
     plain = await _two_likeliest(http, model, temperature=1.0, top_k=0)
     hot = await _two_likeliest(http, model, temperature=HOTTEST, top_k=2)
     mass = math.exp(hot[0]) + math.exp(hot[1])
@@ -148,7 +146,6 @@ async def _is_processed(http: HttpClient, model: str) -> bool:
 async def _two_likeliest(
     http: HttpClient, model: str, *, temperature: float, top_k: int
 ) -> tuple[float, float]:
-    """Draw one token, and return the log-probs of the second likeliest and of the likeliest."""
     body = {
         "model": model,
         "prompt": [1, 2, 3],
@@ -179,7 +176,8 @@ async def _on_cpu(http: HttpClient) -> bool | None:
 
 
 async def _takes_adapters(http: HttpClient) -> bool:
-    """Return whether it was started with LoRA: else it refuses an adapter for more than its folder."""
+    """Return whether it was started with LoRA: else it refuses an adapter for more than
+    its folder."""
     body = {"lora_name": "lowroll-probe", "lora_path": "/nonexistent/lowroll-probe"}
     try:
         await http.answer(HttpCall("POST", ADAPTERS[0], "the probe of adapters", body))

@@ -1,6 +1,5 @@
-"""A vLLM server as a child, in a process group of its own. It has a Unix socket in a private folder,
-because its control routes (`VLLM_SERVER_DEV_MODE`) need no token: on loopback every user of the
-machine could call them."""
+"""A vLLM server as a child, in a process group of its own. Its Unix socket is in a private folder,
+because its control routes (`VLLM_SERVER_DEV_MODE`) need no token."""
 
 from __future__ import annotations
 
@@ -24,17 +23,17 @@ from lowroll.types import printable
 
 REAPER = Path(__file__).with_name("vllm_reaper.py")
 ENDING = 15.0  # seconds: the reaper's grace with a margin
-TELLING = 15.0  # seconds between two lines about a start, which takes a minute or more
+TELLING = 15.0  # seconds between two lines about a start
 PASSED = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "HF_HOME", "XDG_CACHE_HOME", "OMP_NUM_THREADS")
 PREFIXES = ("VLLM_", "NCCL_", "TRITON_", "TORCH")
-ALWAYS = {  # the routes that updates and pauses need, and no telemetry
+ALWAYS = {  # routes for updates and pauses, and no telemetry
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
     "HF_HUB_OFFLINE": "1",
 }
-UNLESS_SET = {  # for the CPU, but for the last: it cannot return processed log-probs
+UNLESS_SET = {  # for the CPU; but the last: it cannot return processed log-probs
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -44,8 +43,8 @@ UNLESS_SET = {  # for the CPU, but for the last: it cannot return processed log-
 class VllmProcess:
     """A vLLM. arguments: of `vllm serve`, without an address. python: default LOWROLL_VLLM_PYTHON,
     or this one. site: the folder of an unpacked vLLM; default LOWROLL_VLLM_PATH. devices: its
-    CUDA_VISIBLE_DEVICES. log: appended to, and kept. folder: of its socket, removed with it; default
-    a temporary one. ValueError when it does not start."""
+    CUDA_VISIBLE_DEVICES. log: appended to. folder: of its socket, removed with it. ValueError when
+    it does not start."""
 
     def __init__(
         self,
@@ -136,7 +135,7 @@ class VllmProcess:
 def _environment(site: str | None, devices: str | None) -> Mapping[str, str]:
     prefixed_names = [name for name in os.environ if name.startswith(PREFIXES)]
     environment = machine.kept_env(*PASSED, *prefixed_names)
-    environment.pop("VIRTUAL_ENV", None)  # it has an environment of its own
+    environment.pop("VIRTUAL_ENV", None)
     environment = UNLESS_SET | environment
     if devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = devices
@@ -163,7 +162,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _short_temporary_folder() -> str | None:
-    """Return a folder for a socket's path of at most 107 bytes; None for the usual one."""
+    """Return a folder whose socket's path fits into 107 bytes; None for the usual one."""
     return None if len(tempfile.gettempdir()) < 60 else "/tmp"
 
 

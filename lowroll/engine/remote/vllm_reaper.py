@@ -2,9 +2,9 @@
 
     python vllm_reaper.py ARGUMENTS OF vllm serve
 
-Standard input is a pipe that lowroll holds. When it closes, vLLM is terminated, and after `GRACE`
-seconds killed. When its first process ends, so do the others. Standard library only: vLLM's
-environment does not have lowroll.
+When standard input, a pipe of lowroll's, closes, vLLM is terminated, and after `GRACE` seconds
+killed. When its first process ends, so do the others. vLLM's environment has no lowroll: standard
+library only.
 """
 
 import os

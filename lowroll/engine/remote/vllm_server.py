@@ -1,5 +1,5 @@
-"""A client of a vLLM server. It adapts, or refuses by name, where vLLM differs from lowroll's engine
-(docs/vllm.md)."""
+"""A client of a vLLM server. It adapts, or refuses by name, where vLLM differs from lowroll's
+engine (docs/vllm.md)."""
 
 from __future__ import annotations
 
@@ -64,8 +64,7 @@ class ServedModel:
 
 
 class VllmServer(EngineServer):
-    """A vLLM. kind: of the updates that it takes as a stream. updates_in_flight: requests go on
-    while it takes weights."""
+    """A vLLM. kind: of streamed updates. updates_in_flight: requests continue meanwhile."""
 
     def __init__(
         self,
@@ -104,7 +103,6 @@ class VllmServer(EngineServer):
         return cls(http, probed, served, None, probed.lora)
 
     def check_fields(self, request: Request) -> None:
-        """Raise ValueError that names a field that vLLM would not treat as lowroll does."""
         if request.stop_strings:
             raise ValueError("stop_strings: vLLM runs without a tokenizer here; use stop_ids")
         if request.grammar is not None:
@@ -149,7 +147,7 @@ class VllmServer(EngineServer):
         }
 
     def stats(self, metrics: str) -> EngineStats:
-        values: dict[str, float] = {}  # summed over the lines of one name
+        values: dict[str, float] = {}
         cache_labels: dict[str, str] = {}  # the size of the cache is in labels of a metric
         for name, label_text, value in _METRIC_LINE.findall(metrics):
             values[name] = values.get(name, 0.0) + float(value)
@@ -225,7 +223,7 @@ class VllmServer(EngineServer):
     async def ask(
         self, method: str, path: str, what: str, deadline_s: float, body: Any = None
     ) -> str:
-        """Call a control route, whose answer is a line of text, or empty."""
+        """Call a control route, which answers in text."""
         call = HttpCall(method, path, what, body, deadline_s, text=True)
         return str(await self.http.answer(call))
 
@@ -240,7 +238,7 @@ class VllmServer(EngineServer):
             await self.load_adapter(name, broadcast.path.resolve(), deadline_s)
         self.model = name
         for old_name in loaded_names - in_use - {name}:
-            with suppress(ServerError):  # it may be gone
+            with suppress(ServerError):
                 await self.unload_adapter(old_name, deadline_s)
 
     async def _loaded_adapters(self) -> set[str]:
@@ -272,8 +270,8 @@ def model_folder(url: str, named: str | Path) -> Path:
 
 
 def read_served(folder: Path) -> ServedModel:
-    """Read the facts about a served model from its folder, without torch and for models that lowroll
-    does not compute. ValueError names the folder and what is wrong."""
+    """Read the facts about a served model from its folder, without torch and for models that
+    lowroll does not compute. ValueError."""
     try:
         return _read_served(folder)
     except ValueError as error:
@@ -315,7 +313,6 @@ def _weight_format(config: dict[str, Any]) -> str:
 
 
 def _eos_ids(config: dict[str, Any], folder: Path) -> frozenset[int]:
-    """Return the end-of-sequence ids of all files that vLLM reads. ValueError for the config's."""
     ids = {*token_ids(config, "eos_token_id")}
     with suppress(ValueError):  # vLLM itself reports a broken file
         ids |= {*generation_eos_ids(folder)}

@@ -1,5 +1,5 @@
 """Broadcast of a weight version to all replicas in parallel. A replica that is much slower than the
-others finishes in the background, and receives no new requests until it has."""
+others finishes in the background."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lowroll.weights.sync.base import Broadcast
 
 log = logging.getLogger(__name__)
 
-ABREAST_S = 1.0  # least grace of the others after the first engine has the weights
-LOOK_S = 0.25  # between two checks for a newer version while no engine has taken this one
-GONE = 409  # the status of an engine that does not find the version any more
+ABREAST_S = 1.0  # least grace of the others after the first engine
+LOOK_S = 0.25  # between checks for a newer version
+GONE = 409  # status of an engine that does not find the version
 
 
 class WeightBroadcaster:
-    """A broadcaster, on the pool's loop alone. dispatch: called when an engine can draw again. told:
-    returns what is wrong with each engine."""
+    """A broadcaster, on the pool's loop alone. dispatch: called when an engine can draw again.
+    told: returns what is wrong with each engine."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class WeightBroadcaster:
 
     async def update(self, broadcast: Broadcast, superseded: Callable[[], bool]) -> bool:
         """Have engines draw from a broadcast, as `EnginePool.update`. Return whether it replaces a
-        version that is newer or has the same name."""
+        version that is not older."""
         versions = self.versions
         if broadcast == versions.newest and versions.settled.is_set():
             return False
@@ -67,8 +67,8 @@ class WeightBroadcaster:
         self.versions.settle(agreed_policy)
 
     async def _until_taken(self, broadcast: Broadcast, superseded: Callable[[], bool]) -> None:
-        """Wait until an engine, which may connect later, has taken the version. Superseded when a
-        newer one exists, ServerError after `start_s`."""
+        """Wait until an engine, which may connect later, has taken the version. Superseded;
+        ServerError after `start_s`."""
         versions, options = self.versions, self.options
         name, clock = broadcast.path.name, asyncio.get_running_loop().time
         end, remind_at = clock() + options.start_s, clock() + options.silent_s
@@ -92,9 +92,6 @@ class WeightBroadcaster:
     async def _send(
         self, ready: list[Replica], broadcast: Broadcast, superseded: Callable[[], bool]
     ) -> tuple[dict[Replica, HeldPolicy], bool]:
-        """Have all engines take the version. Return the policy that each acknowledges, and whether a
-        newer version replaced this one. Those that need more than twice the time of the first finish
-        in the background."""
         loop = asyncio.get_running_loop()
         replicas_by_task = {
             asyncio.ensure_future(replica.take(broadcast)): replica for replica in ready
@@ -140,7 +137,7 @@ class WeightBroadcaster:
         seconds: float,
     ) -> None:
         """Wait for a late engine; mark it unhealthy when it fails, needs more than `seconds`, or
-        holds other weights than the others."""
+        holds other weights."""
         try:
             async with asyncio.timeout(seconds):
                 held_policy = await task
@@ -158,7 +155,6 @@ class WeightBroadcaster:
             self._dispatch()
 
     def _grace(self, replicas: list[Replica]) -> float:
-        """Return the seconds for late engines, of which some finish their requests first."""
         any_drains = any(
             replica.server is not None and not replica.server.in_flight for replica in replicas
         )

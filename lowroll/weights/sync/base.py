@@ -1,10 +1,9 @@
-"""Published weights as their readers see them: a folder a version.
+"""Published weights as their readers see them: one folder for each version (docs/server.md).
 
     broadcasts/step_000007/    as `checkpoint.publish` leaves it, with its MANIFEST.json
                step_000007/STABLE    JSON: version, attempt, kind, manifest_digest, noise
 
-The marker is written last; a folder without it is ignored. The SHA-256 of the manifest covers every
-byte, so it never matches the files of another attempt.
+The SHA-256 of the manifest covers every byte.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ class Replaced(TransportError):
 
 
 class Gap(ValueError):
-    """A version's changes are not of the weights that the engine holds."""
+    """A version whose changes are of other weights than the engine's."""
 
 
 @dataclass(frozen=True)
 class Broadcast:
-    """The weights of a version. noise: {"seed", "sigma"} for the engine's norms, or None. since: the
-    base version of `codes`. way: how the tensors travel; "filesystem": in the folder."""
+    """The weights of a version. noise: {"seed", "sigma"} for the engine's norms, or None. since:
+    the base version of `codes`. way: of the tensors; "filesystem": in the folder."""
 
     version: int
     path: Path
@@ -61,7 +60,7 @@ class Broadcast:
     way: str = "filesystem"
 
     def lies(self) -> str:
-        """Return the present digest of its folder, "" where it is gone."""
+        """Return the present digest of its folder, "" for none."""
         found = broadcast_in(self.path)
         return "" if found is None else found.digest
 
@@ -82,7 +81,7 @@ class Broadcasts:
         return next(filter(None, map(self.at, sorted(numbers, reverse=True))), None)
 
     def at(self, version: int) -> Broadcast | None:
-        """Return the broadcast of a version, or None. `step_000007` goes before `step_7`."""
+        """Return the broadcast of a version, or None. `step_000007` precedes `step_7`."""
         names = (folder_name(version), f"step_{version}")
         return next(filter(None, (broadcast_in(self.folder / name) for name in names)), None)
 
@@ -167,13 +166,13 @@ def encode_marker(
 
 
 def manifest_digest(folder: Path) -> str:
-    """Return the SHA-256 of a published folder's manifest in hex. OSError when it has none."""
+    """Return the SHA-256 of a published folder's manifest in hex. OSError without one."""
     return hashlib.sha256(read_file(folder / MANIFEST)).hexdigest()
 
 
 def read_broadcast(path: Path) -> Broadcast:
     """Return the broadcast in a folder. ValueError or OSError, with the file and the field, unless
-    its marker and manifest belong together."""
+    marker and manifest belong together."""
     number = number_of(path.name)
     if number is None or path.is_symlink():
         raise ValueError(f"{path}: no folder of a version")
@@ -206,8 +205,8 @@ def broadcast_in(path: Path) -> Broadcast | None:
 
 @contextmanager
 def reading(broadcast: Broadcast) -> Iterator[None]:
-    """Protect a broadcast's files from removal in the block, by a shared lock. Replaced, at its
-    beginning or end, when they are another attempt's."""
+    """Protect a broadcast's files from removal in the block, by a shared lock. Raises Replaced at
+    its beginning or end."""
     try:
         descriptor = os.open(broadcast.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:

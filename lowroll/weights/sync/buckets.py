@@ -1,7 +1,5 @@
 """Tensors as buckets of bytes, and their transport between devices: by NCCL, by gloo on CPUs, or
-through CUDA IPC on one machine. Buckets are a copy, so the learner continues while engines fetch
-them.
-"""
+through CUDA IPC. Buckets are a copy, so the learner continues meanwhile."""
 
 from __future__ import annotations
 
@@ -31,8 +29,6 @@ _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class TensorSlot(NamedTuple):
-    """The position of a tensor in the buckets."""
-
     name: str
     dtype_name: Literal["float32", "bfloat16", "float16"]
     shape: tuple[_Natural, ...]
@@ -78,9 +74,9 @@ def pack(
     tensors: Mapping[str, Tensor], digest: str, device: torch.device
 ) -> tuple[BucketLayout, list[Tensor]]:
     """Copy tensors, in their order, into uint8 buckets on a device, each filled up to BUCKET_BYTES.
-    ValueError names a tensor that is not of a dtype of weights."""
+    ValueError for another dtype than of weights."""
     slots: list[TensorSlot] = []
-    sizes: list[int] = []  # of the buckets; the last one is being filled
+    sizes: list[int] = []
     for name, tensor in tensors.items():
         aligned_size = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         if not sizes or sizes[-1] + aligned_size > BUCKET_BYTES:
@@ -111,8 +107,8 @@ def unpack(layout: BucketLayout, buckets: Sequence[Tensor]) -> dict[str, Tensor]
 class BucketGroup:
     """Processes that receive buckets from a trainer, rank 0.
 
-    store: where they meet. number: of the group in the store. host: this process's address, for
-    gloo. deadline_s: of a broadcast; joining has at most JOIN_S.
+    number: of the group in the store. host: this process's address, for gloo. deadline_s: of a
+    broadcast.
     """
 
     def __init__(
@@ -183,7 +179,6 @@ def copy_by_ipc(
 
 
 def _open_bucket(handles: Any, size: int, index: int) -> Tensor:
-    """Return another process's bucket of `size` bytes on GPU `index`, as a view."""
     handle, nbytes, offset, counter, counter_offset, event, sync = handles
     storage = torch.UntypedStorage._new_shared_cuda(
         index,

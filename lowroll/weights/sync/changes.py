@@ -1,12 +1,12 @@
-"""Changes of the tensors that an engine holds: all that travels of an aligned learner, whose codes
-are the engine's (`weights.aligned`).
+"""Changes of the tensors that an engine holds: all that an aligned learner sends, whose codes are
+the engine's (`weights.aligned`).
 
     {name}            a tensor whole: a norm that takes noise, or one of which most has changed
-    {name}.gaps       int16 [n], read as unsigned: steps between the entries that changed, from -1 on
+    {name}.gaps       int16 [n], read as unsigned: steps between changed entries, from -1 on
     {name}.values     [n] their new bits, in the tensor's own dtype
 
-Entries are in row-major order; of packed codes an entry is what is stored. Every 65,535th is
-included, so that no gap is longer. Names are those of `publish.digest`.
+Entries are in row-major order, in storage units of packed codes. Every 65,535th is included, so
+that no gap is longer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Changes:
 
 
 class Shadow:
-    """A copy of what engines hold, on the learner's device. ValueError when its codes are others."""
+    """A copy of what engines hold, on the learner's device. ValueError when its codes
+    are others."""
 
     def __init__(self, model: Transformer, format: str, dtype: torch.dtype) -> None:
         for name, linear in model.linears():
@@ -54,7 +55,7 @@ class Shadow:
                 raise ValueError(f"{name}: it has an adapter, which travels alone")
         self.model = model
         self.dtype = dtype
-        self.version: int | None = None  # None: engines hold no version yet
+        self.version: int | None = None  # None: engines hold none
         self._tensors: dict[str, Tensor] = {}
 
     @property
@@ -98,14 +99,13 @@ def norm_names(model: Transformer) -> set[str]:
 
 def difference(name: str, old: Tensor, new: Tensor, whole: bool) -> dict[str, Tensor]:
     """Return the part of the stream that turns `old` into `new`, on the CPU: nothing for equal
-    tensors, else the changed entries or the whole tensor, whichever is smaller. whole: in any case.
-    """
+    tensors, else the changed entries or the whole tensor, whichever is smaller. whole: always the
+    tensor."""
     if not whole:
         changed = (_bits(old) != _bits(new)).nonzero().flatten()
         if changed.numel() == 0:
             return {}
         positions = _with_every_stride(changed)
-        # 2 bytes a gap
         if positions.numel() * (2 + new.element_size()) < new.nbytes:
             gaps = positions.diff(prepend=positions.new_tensor([-1]))
             # a gap above 32767 wraps to a negative int16; `_positions` reads it as unsigned
@@ -116,7 +116,6 @@ def difference(name: str, old: Tensor, new: Tensor, whole: bool) -> dict[str, Te
 
 
 def _with_every_stride(changed: Tensor) -> Tensor:
-    """Return ascending positions, with every STRIDE-th one up to the last added."""
     num_strides = int(changed[-1]) // STRIDE
     strides = STRIDE * torch.arange(1, num_strides + 1, device=changed.device) - 1
     return torch.cat([changed, strides]).unique()
@@ -128,8 +127,8 @@ def apply(
     """Apply changes to an engine's storages in place, except to the norms that take noise: return
     those, clean.
 
-    Gap when the engine holds other weights than the changes are of, ValueError when they do not fit
-    or lead to another digest. The engine's tensors are unchanged then.
+    Gap, or ValueError when they do not fit or lead to another digest. The engine's tensors are
+    unchanged then.
     """
     noisy_names = norm_names(rollout)
     targets = _targets(rollout)
@@ -176,8 +175,6 @@ def _targets(rollout: Transformer) -> dict[str, Tensor]:
 def _norms(
     stream: Mapping[str, Tensor], targets: Mapping[str, Tensor], names: set[str], model: Transformer
 ) -> dict[str, Tensor]:
-    """Return the norms `names` of a stream, on the devices of their targets. ValueError for one that
-    is missing, or has another shape or dtype."""
     norms: dict[str, Tensor] = {}
     for name in names:
         arrived = stream.get(name)
@@ -190,8 +187,8 @@ def _norms(
 
 
 class _Write(NamedTuple):
-    """The changed entries of a tensor. bits: its storage as a row of integers. at, values: positions
-    in that row, and the new integers there."""
+    """The changed entries of a tensor: its storage as a row of integers, positions, and new
+    integers."""
 
     bits: Tensor
     at: Tensor
@@ -199,8 +196,6 @@ class _Write(NamedTuple):
 
 
 def _writes(stream: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict[str, _Write]:
-    """Return the write of each tensor that a stream changes. ValueError for a part that fits no
-    target, or a value that is not finite."""
     writes: dict[str, _Write] = {}
     floats: dict[str, Tensor] = {}
     unused = set(stream)
@@ -225,8 +220,6 @@ def _writes(stream: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict
 def _changed_entries(
     name: str, keys: Set[str], stream: Mapping[str, Tensor], target: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the positions and values of a tensor's changed entries, on its device. keys: the parts
-    of the stream. ValueError when they do not fit."""
     if keys == {name} and stream[name].shape == target.shape:
         at = torch.arange(target.numel(), device=target.device)
         values = stream[name].flatten()

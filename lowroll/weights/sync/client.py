@@ -23,7 +23,7 @@ MOST_LINE = 8 << 20  # bytes of a trainer's line, which may hold handles
 
 class WeightClient:
     """A client that fetches versions from a trainer to `device`, one at a time. file: has the
-    trainer's present address. token: `base.transfer_token`."""
+    trainer's address. token: `base.transfer_token`."""
 
     def __init__(
         self,
@@ -41,12 +41,12 @@ class WeightClient:
         self.device = device
         self.timeout_s = timeout_s
         self._socket: socket.socket | None = None
-        self._group: tuple[int, BucketGroup] | None = None  # with the trainer's number of it
+        self._group: tuple[int, BucketGroup] | None = None
         self._lock = threading.Lock()
 
     def fetch(self, broadcast: Broadcast, layout: BucketLayout) -> dict[str, Tensor]:
         """Fetch the tensors of a version, unverified. Replaced when after TRIES the trainer has
-        written files instead, LinkFailed when it is not reached."""
+        written files instead. Raises LinkFailed."""
         with self._lock:
             for _ in range(TRIES):
                 try:
@@ -119,7 +119,6 @@ class WeightClient:
             ) from None
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to a message. LinkFailed for none or an error."""
         try:
             if self._socket is None:
                 self._socket = self._connect()

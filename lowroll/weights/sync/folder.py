@@ -1,18 +1,14 @@
-"""The folder route: a version of the weights becomes a folder that engines read.
+"""The folder route: a version of the weights becomes a folder that engines read (docs/server.md).
 
     publisher = FolderPublisher(run / "broadcasts", learner, attempt=1, keep=2, base=model_folder)
     publisher.publish(7)      # broadcasts/step_000007, and its STABLE last
     read_update(broadcasts / "step_000007", 7, "full", engine_folder, "int8")    # in the engine
 
-    adapter    a PEFT folder for the base as it was, and the exact tensors of a base that carries s
-    full       a dense Hugging Face folder in the master's own dtype
-    codes      changes of an aligned learner's codes (`sync.changes`); every eighth version is full
+An adapter's folder also has the exact tensors of a base that carries s. With a server
+(`sync.server`) the folder of a full version has the layout of buckets in place of the tensors.
 
-With a server (`sync.server`) the folder of a full version has the layout of buckets in place of the
-tensors. Noise (`weights.noise`) travels as seed and sigma.
-
-A version that a restarted trainer publishes again stays where its bytes are the same. Otherwise the
-old folder is renamed first, so no reader mixes the files of two attempts.
+A version that is published again stays where its bytes are the same. Otherwise the old folder is
+renamed first, so no reader mixes the files of two attempts.
 """
 
 from __future__ import annotations
@@ -72,7 +68,7 @@ log = logging.getLogger(__name__)
 FULL_INTERVAL = 8  # versions: an engine that missed some resumes at a full one
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 CHANGES = "changes.safetensors"
-LAYOUT = "layout.json"  # of buckets, in place of the tensors
+LAYOUT = "layout.json"  # in place of the tensors
 SCALED = "scaled.safetensors"  # an adapter's tensors that dividing by s would round
 _CANDIDATE = ".candidate-"
 _RETIRED = ".retired-"
@@ -80,8 +76,8 @@ _RETIRED = ".retired-"
 
 @dataclass(frozen=True)
 class FolderContent:
-    """The content of a version's folder. write: writes its files. meta: for the manifest. buckets:
-    the tensors that are served and not written. as_files: the same content with them as files."""
+    """The content of a version's folder. meta: for the manifest. buckets: served, not written.
+    as_files: the same content with them as files."""
 
     kind: Kind
     write: Callable[[Path], None]
@@ -93,9 +89,9 @@ class FolderContent:
 class FolderPublisher:
     """A publisher of the learner's versions in `folder`, which requires the run's lock.
 
-    attempt: of the trainer. keep: how many versions stay (at least 1), with the bases of changes.
-    base: the folder or hub id of an adapter's base. shadow: of an aligned learner, to publish
-    changes. server: for whole models. ValueError for a model of which nothing learns.
+    keep: how many versions stay (at least 1), with the bases of changes. base: of an adapter, a
+    folder or hub id. shadow: of an aligned learner, to publish changes. server: for whole models.
+    ValueError for a model of which nothing learns.
     """
 
     def __init__(
@@ -118,7 +114,7 @@ class FolderPublisher:
         self.noise = noise
         self.shadow = shadow
         self.server = server
-        self._lock = threading.RLock()  # of the folder: the server writes from its own thread
+        self._lock = threading.RLock()  # of the folder: the server's thread writes too
         self.broadcasts = Broadcasts(self.folder)
         self._adapted = any(linear.adapter for _, linear in model.linears())
         kept = model.weight_format
@@ -171,8 +167,8 @@ class FolderPublisher:
     # -- the content of a version ------------------------------------------------------------------
 
     def _changes(self, version: int) -> FolderContent | None:
-        """Return the changes since the previous version; None when engines do not hold that, and for
-        every FULL_INTERVAL-th."""
+        """Return the changes since the previous version; None when engines do not hold that, and
+        for every FULL_INTERVAL-th."""
         shadow = self.shadow
         if shadow is None or shadow.version != version - 1 or version % FULL_INTERVAL == 0:
             return None
@@ -186,7 +182,6 @@ class FolderPublisher:
         return FolderContent("codes", write, self._scale() | asdict(changes))
 
     def _adapter(self) -> FolderContent | None:
-        """Return the adapter, which is all that learns; None for a model without."""
         if not self._adapted:
             return None
         meta = self._scale()
@@ -226,8 +221,8 @@ class FolderPublisher:
     # -- its folder --------------------------------------------------------------------------------
 
     def _write(self, version: int, content: FolderContent, same: bool = False) -> Path:
-        """Write a version's folder and its marker. same: the weights are those of the present folder,
-        as other files. Requires `_lock`."""
+        """Write a version's folder and its marker. same: only the files differ from the present
+        folder. Requires `_lock`."""
         noise = None
         if self.noise is not None:
             drawn = self.noise.at(version)
@@ -245,7 +240,7 @@ class FolderPublisher:
         if content.buckets is not None:
             self._serve(version, digest, content)
         present = self.broadcasts.at(version)
-        if present is None or present.path != dest:  # a kept folder still has its marker
+        if present is None or present.path != dest:  # a kept folder has its marker
             marker = encode_marker(version, self.attempt, content.kind, digest, noise)
             write_file(dest / STABLE, marker)
         return dest
@@ -253,7 +248,7 @@ class FolderPublisher:
     def _serve(self, version: int, digest: str, content: FolderContent) -> None:
         assert self.server is not None and content.buckets is not None
 
-        def write_as_files() -> None:  # from the server's thread
+        def write_as_files() -> None:
             with self._lock:
                 found = self.broadcasts.at(version)
                 if found is not None and found.way != "filesystem":
@@ -265,8 +260,8 @@ class FolderPublisher:
     def _replace(
         self, dest: Path, write: Callable[[Path], None], meta: dict[str, Any], same: bool
     ) -> bool:
-        """Replace a folder, and retire later versions unless the weights are the same. Return
-        whether the bytes differ; else it stays."""
+        """Replace a folder unless its bytes are the same, and retire later versions unless the
+        weights are. Return whether the bytes differ."""
         candidate = self.folder / f"{_CANDIDATE}{dest.name}"
         publish_folder(candidate, write, meta)
         faultpoint("broadcast.candidate")
@@ -343,7 +338,6 @@ def _is_same(old: Path, new: Path) -> bool:
 
 
 def _is_read(folder: Path) -> bool:
-    """Return whether an engine holds the lock of a folder that it reads (`base.reading`)."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -368,9 +362,8 @@ def read_update(
 ) -> WeightUpdate:
     """Return the update in a verified folder, as policy `number`.
 
-    model, weights: the engine's model folder and format. broadcast: the folder's, where a trainer
-    wrote it. ValueError for a folder that is not for this engine, TransportError as by
-    `WeightClient.fetch`.
+    model, weights: of the engine. broadcast: if a trainer wrote the folder. ValueError for a folder
+    that is not for this engine, TransportError as by `WeightClient.fetch`.
     """
     meta = read_meta(folder) or {}
     if kind == "adapter":
@@ -446,7 +439,6 @@ def read_layout(folder: Path) -> BucketLayout:
 
 
 def _checked_scale(spec: ModelSpec, model: Path, meta: Mapping[str, Any]) -> float:
-    """Return the weights' input scale. ValueError when they are of another model."""
     served = replace(read_headers(model)[0], eos_ids=spec.eos_ids)  # a server sets its own
     compared = [field.name for field in fields(spec) if field.compare]
     different = [name for name in compared if getattr(spec, name) != getattr(served, name)]

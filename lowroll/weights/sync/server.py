@@ -1,21 +1,21 @@
 """The trainer's end of the direct route: engines request a version, and its buckets travel by NCCL,
 gloo or CUDA IPC. Both ends exchange lines of JSON on a socket:
 
-    engine -> trainer    {"token": token, "want": [version, manifest digest]}
-    trainer -> engine    {"group": number, "rank", "size", "store": port}  and the buckets follow, or
-                         {"device": uuid, "handles": [...]}                of the buckets' memory, or
-                         {"error": reason}
-    engine -> trainer    {"have": version}  and the trainer may forget it
-    engine -> trainer    {"token": token, "write": [version, manifest digest]}    write files instead
-    trainer -> engine    {"written": version}
+    engine -> trainer  {"token": token, "want": [version, manifest digest]}
+    trainer -> engine  {"group": number, "rank", "size", "store": port}  and the buckets follow, or
+                       {"device": uuid, "handles": [...]}                of the buckets' memory, or
+                       {"error": reason}
+    engine -> trainer  {"have": version}  and the trainer may forget it
+    engine -> trainer  {"token": token, "write": [version, manifest digest]}  write files instead
+    trainer -> engine  {"written": version}
 
-The server's event loop has a thread of its own. After the first request it waits at most GATHER_S
-for the other connected engines, then at most JOIN_S for their group and `timeout_s` for the round. A
-group lasts as long as the requesting engines stay the same and none dies in a broadcast.
+After the first request it waits at most GATHER_S for the other connected engines, then at most
+JOIN_S for their group and `timeout_s` for the round. A group lasts while the requesting engines
+stay the same and none dies in a broadcast.
 
-A connection that has not sent the token within HELLO_S or MOST_LINE bytes is closed, and so is the
-oldest of too many. The token does not protect the group's store and the buckets: between machines
-use a private network.
+A connection without the token within HELLO_S or MOST_LINE bytes is closed, and so is the oldest of
+too many. The token does not protect the group's store and the buckets: between machines use a
+private network.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 GATHER_S = 1.0
-LOOK_S = 0.05  # between checks for lost engines in a broadcast
-ANSWER_S = 5.0  # to send a line to an engine
-HELLO_S = 10.0  # for a new connection to send the token
+LOOK_S = 0.05  # between checks for lost engines
+ANSWER_S = 5.0  # to send a line
+HELLO_S = 10.0  # to send the token
 MOST_LINE = 1 << 12  # bytes of an engine's line
 MOST_UNKNOWN = 256  # unauthenticated connections; fewer where few files may be open
 
 
 @dataclass(frozen=True)
 class ServedVersion:
-    """A version that can be fetched. write: writes it as files, for an engine that cannot."""
+    """A version that can be fetched. write: writes it as files."""
 
     version: int
     digest: str
@@ -64,8 +64,7 @@ class ServedVersion:
 
 
 class _WantedVersion(NamedTuple):
-    """An engine's request. stated: its [version, manifest digest], unchecked. answered: set at the
-    end of its round."""
+    """An engine's request. stated: unchecked. answered: set at the end of its round."""
 
     stated: Any
     answered: asyncio.Event
@@ -74,7 +73,7 @@ class _WantedVersion(NamedTuple):
 class WeightServer:
     """A server of the newest versions to engines.
 
-    way: nccl (gloo on a CPU) or cuda_ipc. host, port: the only interface; 0 for a free port. token:
+    way: nccl (gloo on a CPU) or cuda_ipc. host, port: the only interface. token:
     `base.transfer_token`. keep: how many versions stay, each a copy of the model. ValueError for an
     address that engines cannot reach, or others without a token.
     """
@@ -99,13 +98,13 @@ class WeightServer:
         self.token = token
         self.keep = keep
         self.broken = False  # an engine requested files: the next versions are files too
-        self.versions: list[ServedVersion] = []  # the newest last
+        self.versions: list[ServedVersion] = []  # newest last
         self._listening = socket.create_server((host, port), backlog=128)
         self.port: int = self._listening.getsockname()[1]
         meeting = socket.create_server((host, 0), backlog=128)
         self._store_port = meeting.getsockname()[1]
         self._store = tcp_store(host, self._store_port, meeting, timeout_s)
-        self._unknown: dict[Connection, None] = {}  # unauthenticated, the oldest first
+        self._unknown: dict[Connection, None] = {}  # unauthenticated, oldest first
         self._most_unknown = max(1, min(MOST_UNKNOWN, raise_file_limit() // 4))
         self._engines: dict[Connection, None] = {}
         self._asking: dict[Connection, _WantedVersion] = {}  # not answered yet
@@ -113,7 +112,7 @@ class WeightServer:
         self._groups = 0
         self._changed = asyncio.Event()  # an engine sent a request or left
         self._closing = asyncio.Event()
-        self._failed: Exception | None = None  # the error that ended the thread
+        self._failed: Exception | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
@@ -172,7 +171,7 @@ class WeightServer:
                 task.cancel()
 
     async def _talk(self, peer: Connection) -> None:
-        """Answer a connection until it ends. Its first message with the token makes it an engine."""
+        """Answer a connection until it ends. The token makes it an engine."""
         self._unknown[peer] = None
         if len(self._unknown) > self._most_unknown:
             oldest = next(iter(self._unknown))
@@ -248,7 +247,7 @@ class WeightServer:
                     await self._until(lambda: len(self._asking) >= len(self._engines))
             asking, self._asking = self._asking, {}
             versions: dict[int, ServedVersion] = {}
-            members: dict[int, list[Connection]] = {}  # of each version
+            members: dict[int, list[Connection]] = {}
             # in the order of connection, so that a lasting group keeps its ranks
             present = [peer for peer in self._engines if peer in asking and not peer.is_gone]
             for peer in present:
@@ -284,12 +283,11 @@ class WeightServer:
                 peer.close()
 
     async def _broadcast(self, version: ServedVersion, members: list[Connection]) -> None:
-        """Broadcast the buckets to a group. LinkFailed when a member leaves, or after `timeout_s`."""
         if self._group is not None and self._group[0] != members:
             self._end_group()
         if self._group is None:
             self._groups += 1
-        number, size = self._groups, len(members) + 1  # the trainer is rank 0
+        number, size = self._groups, len(members) + 1
         for rank, peer in enumerate(members, 1):
             place = {"group": number, "rank": rank, "size": size, "store": self._store_port}
             await peer.send(place)
@@ -331,7 +329,7 @@ class Connection:
         self.name = f"{host}:{port}"
 
     async def send(self, message: dict[str, Any]) -> None:
-        """Send a message. LinkFailed when the engine is gone or does not read."""
+        """Send a message. Raises LinkFailed."""
         try:
             async with asyncio.timeout(ANSWER_S):
                 self._writer.write(json.dumps(message).encode() + b"\n")
@@ -340,7 +338,7 @@ class Connection:
             raise LinkFailed(f"the other side of {self.name}: {error}") from None
 
     async def receive(self, deadline_s: float | None) -> dict[str, Any]:
-        """Return the next message. LinkFailed for none in time, and for another line."""
+        """Return the next message. Raises LinkFailed."""
         try:
             async with asyncio.timeout(deadline_s):
                 line = await self._reader.readline()
@@ -370,7 +368,7 @@ async def beside(work: Callable[[], T], members: list[Connection]) -> T:
     """Run `work` in a thread, and return its result. LinkFailed when a member leaves meanwhile: the
     thread, which may hang on it, is abandoned."""
     outcome: Future[T] = Future()
-    # it is running: `waiting.cancel` below cannot cancel it, and the thread can always set it
+    # prevents `waiting.cancel` from cancelling it, so that the thread can always set it
     outcome.set_running_or_notify_cancel()
 
     def run() -> None:

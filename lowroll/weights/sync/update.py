@@ -1,12 +1,5 @@
 """A weight update as a value from a learner, and the engine's end, which takes it whole or not at
-all.
-
-    engine.update_weights(WeightUpdate.local(master, version=3, noise=noise))    in one process
-    engine.update_weights(WeightUpdate.local(master, version=3).as_stream())     by another route
-
-A local update also has the learner's model, from which an engine of the same process quantizes
-(`weights.publish`). Every other engine gathers the stream on its device, in the memory of a dense
-model or an adapter, and checks it before its weights change.
+all (docs/architecture.md).
 
 The digest covers what travels; that in a BehaviorTag is of the quantized weights.
 """
@@ -47,7 +40,7 @@ class WeightUpdate:
     """The weights of policy `version`."""
 
     version: int
-    # full: every weight, dense, under its Hugging Face name. adapter: A and B of LoRA under PEFT's
+    # full: every weight, dense, under its Hugging Face name. adapter: LoRA's A and B under PEFT's
     # names. codes: a low-bit model's stored tensors, or with `changes` what differs in them.
     kind: Kind
     # starts the stream again; yielded tensors stay valid until the update has been taken
@@ -77,14 +70,14 @@ class WeightUpdate:
             kind,
             tensors,
             noise=noise,
-            # None where layers differ: the engine then names one whose scaling is not its own
+            # None where layers differ: the engine then names one
             lora_alpha=alphas.pop() if len(alphas) == 1 else None,
             input_scale=scaling.applied(master) or 1.0,
             master=master,
         )
 
     def as_stream(self) -> WeightUpdate:
-        """Return the same update with its digest and without the learner's model."""
+        """Return the same update as a stream, with its digest."""
         return replace(self, digest=self.content_digest(), master=None)
 
     def content_digest(self) -> str:
@@ -105,17 +98,15 @@ def dense(model: Transformer) -> Iterator[tuple[str, Tensor]]:
 
 
 class UpdateReceiver:
-    """The engine's end, for its model and the one beside it (`publish.beside`). kinds: `kind` of
-    streams, and "codes" where it also takes changes."""
+    """The engine's end, for its model and the one beside it (`publish.beside`)."""
 
     def __init__(self, rollout: Transformer, large_batch_model: Transformer | None = None) -> None:
         self.rollout = rollout
         self.large_batch_model = large_batch_model
         ranks = (linear.adapter.rank for _, linear in rollout.linears() if linear.adapter)
-        self.max_rank = max(ranks, default=0)  # of an adapter; 0 for an engine without
+        self.max_rank = max(ranks, default=0)  # 0 for an engine without adapters
         adapted = self.max_rank > 0
         self.kind: Kind = "adapter" if adapted else "full"
-        # changes are of codes in one format
         takes_changes = not adapted and large_batch_model is None
         self.kinds = frozenset[Kind]({self.kind, "codes"} if takes_changes else {self.kind})
         self.takes_noise = not norms_without_noise(rollout)
@@ -169,7 +160,6 @@ class UpdateReceiver:
 
     @torch.no_grad()
     def _write_adapter(self, update: WeightUpdate) -> None:
-        """Write an adapter, and the base's norms with new noise."""
         rollout = self.rollout
         rank = _rank(update, self.max_rank)
         wanted = lora.wanted(rollout, rank)
@@ -192,9 +182,8 @@ class UpdateReceiver:
 def gather(
     update: WeightUpdate, spec: ModelSpec, dtype: torch.dtype, device: Device
 ) -> Transformer:
-    """Return a dense model of a full stream on a device; a matrix keeps the dtype of the stream. A
-    parameter (qkv, say) is joined once its last tensor has arrived. ValueError as by
-    `UpdateReceiver.take`."""
+    """Return a dense model of a full stream on a device; matrices keep the stream's dtype.
+    ValueError as by `UpdateReceiver.take`."""
     staging = Transformer(spec, "meta", dtype)
     parts_of = {parameter: parts for parameter, parts, _ in hf_names(spec)}
     parameter_of = {part: parameter for parameter, parts in parts_of.items() for part in parts}
@@ -221,7 +210,6 @@ def dense_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def _rank(update: WeightUpdate, max_rank: int) -> int:
-    """Return the rank of a stream's adapter, by its first A. ValueError when it is too high."""
     shapes = (t.shape for name, t in update.tensors() if name.endswith(".lora_A.weight"))
     shape = next(shapes, None)
     rank = max_rank if not shape else shape[0]
@@ -239,9 +227,9 @@ def arrivals(
     device: Device,
     may_lack: Callable[[Set[str], Set[str]], bool] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a stream on a device. wanted: their shapes. may_lack(missing, all): whether
-    a stream may lack tensors. ValueError for one that is unknown, repeated or of another shape or
-    dtype, and at the end for missing ones."""
+    """Yield the tensors of a stream on a device. wanted: their shapes. may_lack(missing, all):
+    whether a stream may lack tensors. ValueError for one that is unknown, repeated, missing, or of
+    another shape or dtype."""
     unseen = set(wanted)
     for name, tensor in update.tensors():
         _check(name, tensor, wanted, unseen)
