@@ -37,11 +37,11 @@ from lowroll.orchestrator.interfaces import (
 )
 from lowroll.orchestrator.journal import Journal
 from lowroll.orchestrator.ledger import POOLS, Ledger, check_state, state_of
-from lowroll.orchestrator.pending_batch import DroppedGroup, PendingBatch, reason_without_signal
+from lowroll.orchestrator.pending_batch import PendingBatch, reason_without_signal
 from lowroll.orchestrator.prompt_source import PromptDraw, PromptSource, seed_of
 from lowroll.orchestrator.rollout_buffer import OpenGroup, RolloutBuffer
 from lowroll.orchestrator.settings import Settings
-from lowroll.orchestrator.staleness import STALE, is_stale, require_fresh
+from lowroll.orchestrator.staleness import drop_stale, drop_stale_in_flight, require_fresh
 from lowroll.orchestrator.stats import batch_stats
 from lowroll.types import Batch, Group
 
@@ -172,7 +172,8 @@ class Orchestrator:
         settings, buffer, ledger = self.settings, self.rollout_buffer, pending.ledger
         num_groups, num_returned = settings.num_groups, 0
         while True:
-            self._drop_stale_and_without_signal(pending)
+            drop_stale(buffer, pending)
+            self._drop_without_signal(pending)
             ready = buffer.ready(ledger)
             if self.on_phase is not None:
                 self.on_phase("generate", min(len(ready), num_groups), num_groups)
@@ -217,7 +218,7 @@ class Orchestrator:
         pending.stats = buffer.stats(pending.step, chosen)
         buffer.close(ledger, chosen)
         if not self.settings.carries:
-            self._drop(pending, buffer.opened(ledger), "oversampled")
+            buffer.drop(pending, buffer.opened(ledger), "oversampled")
         pending.stats["rollout/open_groups"] = float(len(ledger.open))
 
     def _score(
@@ -241,25 +242,13 @@ class Orchestrator:
         pending.seconds["time/score"] += time.monotonic() - started
         return scored_groups
 
-    # -- dropping groups ---------------------------------------------------------------------------
+    # -- groups without a signal -------------------------------------------------------------------
 
-    def _drop_stale_in_flight(self, pending: PendingBatch, version: int) -> None:
-        self._drop(pending, self.rollout_buffer.abort_stale(version), STALE)
-
-    def _drop_stale_and_without_signal(self, pending: PendingBatch) -> None:
+    def _drop_without_signal(self, pending: PendingBatch) -> None:
         for open_group in self.rollout_buffer.ready(pending.ledger):
-            group = open_group.scored
-            assert group is not None
-            if pending.version is not None and is_stale(group, pending.version, self.settings):
-                self._drop(pending, [open_group], STALE)
-            elif reason := reason_without_signal(group, self.settings):
-                self._drop(pending, [open_group], reason)
-
-    def _drop(self, pending: PendingBatch, groups: Sequence[OpenGroup], reason: str) -> None:
-        pending.dropped += [
-            DroppedGroup(open_group.id, reason, open_group.scored) for open_group in groups
-        ]
-        self.rollout_buffer.close(pending.ledger, groups)
+            assert open_group.scored is not None
+            if reason := reason_without_signal(open_group.scored, self.settings):
+                self.rollout_buffer.drop(pending, [open_group], reason)
 
     def _require_signal(self, pending: PendingBatch) -> None:
         """Raise NoSignal, or fall back on constant groups, when no group was kept."""
@@ -294,7 +283,7 @@ class Orchestrator:
     def _load_weights(self, pending: PendingBatch) -> None:
         if self.weights is None:
             if pending.version is not None:
-                self._drop_stale_in_flight(pending, pending.version)
+                drop_stale_in_flight(self.rollout_buffer, pending, pending.version)
             return
         started = time.monotonic()
         oldest_version = max(0, pending.step - 1 - self.settings.max_async_level)
@@ -303,7 +292,7 @@ class Orchestrator:
         else:
             loaded = self.weights.at_least(oldest_version, pending.step - 1)
         self._waits["time/wait_weights"] += time.monotonic() - started
-        self._drop_stale_in_flight(pending, loaded)
+        drop_stale_in_flight(self.rollout_buffer, pending, loaded)
 
     def _load_newer_weights(self, pending: PendingBatch) -> None:
         settings = self.settings
@@ -311,7 +300,7 @@ class Orchestrator:
             return
         newer = self.weights.newer(pending.step - 1)
         if newer is not None:
-            self._drop_stale_in_flight(pending, newer)
+            drop_stale_in_flight(self.rollout_buffer, pending, newer)
 
     # -- the batch ---------------------------------------------------------------------------------
 

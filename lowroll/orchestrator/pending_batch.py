@@ -10,9 +10,9 @@ from lowroll.orchestrator.errors import ErrorWindow
 from lowroll.orchestrator.groups import ScoredGroup
 from lowroll.orchestrator.ledger import Ledger
 from lowroll.orchestrator.settings import Settings
-from lowroll.orchestrator.staleness import STALE
 from lowroll.types import Rollout, Sample
 
+STALE = "stale"
 REASONS = ("no_signal", "too_easy", "too_hard", STALE, "oversampled")
 NO_SIGNAL = ("no_signal", "too_easy", "too_hard")  # reasons that a step may fall back on
 

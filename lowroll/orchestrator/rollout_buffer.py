@@ -18,6 +18,7 @@ from lowroll.orchestrator.groups import ScoredGroup, check_group
 from lowroll.orchestrator.interfaces import EngineClient
 from lowroll.orchestrator.journal import Journal
 from lowroll.orchestrator.ledger import GroupPlan, Ledger
+from lowroll.orchestrator.pending_batch import DroppedGroup, PendingBatch
 from lowroll.orchestrator.prompt_source import PromptDraw, PromptSource
 from lowroll.orchestrator.settings import Settings
 from lowroll.types import Group, RunFailed
@@ -101,6 +102,11 @@ class RolloutBuffer:
             self.abort(open_group)
         ledger.open = [planned for planned in ledger.open if planned not in closed]
 
+    def drop(self, pending: PendingBatch, groups: Sequence[OpenGroup], reason: str) -> None:
+        """Close groups that go into no batch, and record why."""
+        pending.dropped += [DroppedGroup(one.id, reason, one.scored) for one in groups]
+        self.close(pending.ledger, groups)
+
     # -- requests ----------------------------------------------------------------------------------
 
     def send(self, ledger: Ledger) -> None:
@@ -150,6 +156,15 @@ class RolloutBuffer:
                 f"the engines to end, {example_id!r} among them"
             )
 
+    def record_version(self, version: int) -> list[OpenGroup]:
+        """Record the engines' new version; return the groups in flight during an update."""
+        is_update = self.version is not None and self.version != version
+        self.version = version
+        in_flight = list(self._flights.values()) if is_update else []
+        for open_group in in_flight:
+            open_group.num_updates += 1
+        return in_flight
+
     def abort(self, one: OpenGroup) -> None:
         """Abort a group's request and discard later answers."""
         handle, one.handle = one.handle, None
@@ -190,27 +205,6 @@ class RolloutBuffer:
         for open_group in self.opened(ledger):
             if open_group.planned not in back:
                 open_group.scored = None
-
-    # -- weights -----------------------------------------------------------------------------------
-
-    def abort_stale(self, version: int) -> list[OpenGroup]:
-        """Record the engines' new version. Abort and return the groups in flight that are too old
-        for it: none if engines replay them."""
-        is_update = self.version is not None and self.version != version
-        self.version = version
-        if not is_update or self.settings.partial == "replay":
-            return []
-        in_flight = list(self._flights.values())
-        stale_groups = [
-            open_group
-            for open_group in in_flight
-            if open_group.num_updates >= self.settings.max_off_policy_steps
-        ]
-        for open_group in in_flight:
-            open_group.num_updates += 1
-        for open_group in stale_groups:
-            self.abort(open_group)
-        return stale_groups
 
     # -- numbers -----------------------------------------------------------------------------------
 

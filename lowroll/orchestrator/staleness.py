@@ -1,4 +1,5 @@
-"""The rule of staleness.
+"""Staleness: rollouts that are too old for the learner are aborted in flight, or dropped when they
+return.
 
 `max_off_policy_steps` bounds a group's age in two ways (Surogate's rule and prime-rl's): in flight
 by the weight updates since it was sent, returned by its oldest token's version.
@@ -8,21 +9,39 @@ from __future__ import annotations
 
 from lowroll.orchestrator.errors import InvalidRollout
 from lowroll.orchestrator.groups import ScoredGroup
-from lowroll.orchestrator.settings import Settings
+from lowroll.orchestrator.pending_batch import STALE, PendingBatch
+from lowroll.orchestrator.rollout_buffer import OpenGroup, RolloutBuffer
 
-STALE = "stale"
+
+def drop_stale_in_flight(buffer: RolloutBuffer, pending: PendingBatch, version: int) -> None:
+    """Record the engines' new version. Abort and drop the groups in flight that are too old for it,
+    none if engines replay them."""
+    buffer.drop(pending, stale_in_flight(buffer, version), STALE)
 
 
-def is_stale(group: ScoredGroup, version: int, settings: Settings) -> bool:
-    """Return whether a returned group has a token that is too old for the learner's version.
-    InvalidRollout for a token of a newer version."""
-    oldest, newest = group.versions
-    if newest > version:
-        raise InvalidRollout(
-            f"request {group.id!r}: drawn under policy version {newest} while the "
-            f"learner is at {version}"
-        )
-    return version - oldest > settings.max_off_policy_steps
+def stale_in_flight(buffer: RolloutBuffer, version: int) -> list[OpenGroup]:
+    """Record the engines' new version; return the groups in flight that are too old for it."""
+    in_flight, settings = buffer.record_version(version), buffer.settings
+    if settings.partial == "replay":
+        return []
+    return [one for one in in_flight if one.num_updates > settings.max_off_policy_steps]
+
+
+def drop_stale(buffer: RolloutBuffer, pending: PendingBatch) -> None:
+    """Drop returned groups with a token that is too old for the learner's version. InvalidRollout
+    for a token of a newer version."""
+    if pending.version is None:
+        return
+    for open_group in buffer.ready(pending.ledger):
+        assert open_group.scored is not None
+        oldest, newest = open_group.scored.versions
+        if newest > pending.version:
+            raise InvalidRollout(
+                f"request {open_group.id!r}: drawn under policy version {newest} while the "
+                f"learner is at {pending.version}"
+            )
+        if pending.version - oldest > buffer.settings.max_off_policy_steps:
+            buffer.drop(pending, [open_group], STALE)
 
 
 def require_fresh(group: ScoredGroup, version: int) -> None:

@@ -17,6 +17,7 @@ from lowroll.orchestrator.journal import Journal, read
 from lowroll.orchestrator.ledger import GroupPlan
 from lowroll.orchestrator.rollout_buffer import RolloutsStalled
 from lowroll.orchestrator.settings import SamplingSettings, Settings
+from lowroll.orchestrator.staleness import stale_in_flight
 from lowroll.orchestrator.temperature import TemperatureSchedule
 from lowroll.transport.codec import decode_batch, encode_batch
 from lowroll.types import ScoreError
@@ -349,12 +350,12 @@ def test_a_recalled_group_begins_its_age_anew():
     orchestrator = made(engine, oversampling_factor=2.0, partial="keep", max_off_policy_steps=1)
     orchestrator.step(1, 0)
     engine.version = 1
-    assert orchestrator.rollout_buffer.abort_stale(1) == []
+    assert stale_in_flight(orchestrator.rollout_buffer, 1) == []
     orchestrator.rollout_buffer.recall()
     orchestrator.rollout_buffer.send(orchestrator.ledger)
     flying = orchestrator.rollout_buffer.in_flight
-    assert orchestrator.rollout_buffer.abort_stale(2) == []
-    assert len(orchestrator.rollout_buffer.abort_stale(3)) == flying > 0
+    assert stale_in_flight(orchestrator.rollout_buffer, 2) == []
+    assert len(stale_in_flight(orchestrator.rollout_buffer, 3)) == flying > 0
 
 
 def test_a_surplus_that_is_back_waits_and_the_earliest_planned_go_first():
