@@ -21,7 +21,7 @@ from lowroll.engine.remote.http_client import ServerError
 from lowroll.engine.remote.pool import EnginePool
 from lowroll.engine.remote.replica import PoolOptions, Replica
 from lowroll.engine.remote.replica_set import PoolReport
-from lowroll.engine.remote.vllm_probe import ADAPTERS, RELOAD
+from lowroll.engine.remote.vllm.probe import ADAPTERS, RELOAD
 from lowroll.orchestrator.conversations import Conversations, Dialogue
 from lowroll.orchestrator.groups import check_group
 from lowroll.orchestrator.prompt_source import PromptDraw

@@ -29,15 +29,15 @@ from lowroll.engine.remote import (
     ServerError,
     VllmEngine,
     connect,
-    vllm_nccl,
-    vllm_process,
 )
 from lowroll.engine.remote.http_client import HttpClient
 from lowroll.engine.remote.lowroll_server import LowrollServer
 from lowroll.engine.remote.pool import TURN
 from lowroll.engine.remote.protocol import ArrivingSample, pack
 from lowroll.engine.remote.verify import Verifier
-from lowroll.engine.remote.vllm_process import VllmProcess
+from lowroll.engine.remote.vllm import nccl as vllm_nccl
+from lowroll.engine.remote.vllm import process as vllm_process
+from lowroll.engine.remote.vllm.process import VllmProcess
 from lowroll.engine.request import noise_key
 from lowroll.kv.policy.table import make
 from lowroll.model import hf, lora
@@ -114,8 +114,8 @@ def test_a_start_is_told_while_it_is_waited_for(
     """And what it leaves lies in its folder, which goes with it."""
     assert vllm_process.REAPER.is_file()
     (tmp_path / "reaper.py").write_text(REAPER)
-    monkeypatch.setattr("lowroll.engine.remote.vllm_process.REAPER", tmp_path / "reaper.py")
-    monkeypatch.setattr("lowroll.engine.remote.vllm_process.TELLING", 0.2)
+    monkeypatch.setattr("lowroll.engine.remote.vllm.process.REAPER", tmp_path / "reaper.py")
+    monkeypatch.setattr("lowroll.engine.remote.vllm.process.TELLING", 0.2)
     told: list[str] = []
     process = VllmProcess([], log=tmp_path / "log", python=sys.executable)
     try:

@@ -8,7 +8,7 @@ from lowroll.engine.remote.http_client import EngineLost, ServerError
 from lowroll.engine.remote.pool import EnginePool
 from lowroll.engine.remote.replica import PoolOptions
 from lowroll.engine.remote.verify import NotArrived
-from lowroll.engine.remote.vllm_engine import SILENT_S, VllmEngine
+from lowroll.engine.remote.vllm.engine import SILENT_S, VllmEngine
 
 __all__ = ["EngineLost", "EnginePool", "NotArrived", "ServerError", "VllmEngine", "connect"]
 

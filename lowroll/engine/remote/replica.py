@@ -28,7 +28,7 @@ from lowroll.engine.remote.protocol import Origin, ResponseAssembler
 from lowroll.engine.remote.server_base import EngineServer, HeldPolicy, ServerProgress
 from lowroll.engine.remote.verify import canary_logprobs, check_canary
 from lowroll.engine.remote.versions import PolicyVersions
-from lowroll.engine.remote.vllm_server import VllmServer
+from lowroll.engine.remote.vllm.server import VllmServer
 from lowroll.types import Request
 from lowroll.weights.sync.base import Broadcast
 

@@ -1,4 +1,4 @@
-"""The client of one engine's server, which `lowroll_server` and `vllm_server` implement."""
+"""The client of one engine's server, which `lowroll_server` and `vllm.server` implement."""
 
 from __future__ import annotations
 

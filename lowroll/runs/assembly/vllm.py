@@ -19,7 +19,7 @@ from typing import Any
 from lowroll.config import RunConfig
 from lowroll.config.vllm import VllmConfig
 from lowroll.engine.base import Engine
-from lowroll.engine.remote.vllm_engine import VllmEngine
+from lowroll.engine.remote.vllm.engine import VllmEngine
 from lowroll.kv.capacity import Workload
 from lowroll.model import hf, lora
 from lowroll.model.device import pick_device

@@ -81,7 +81,7 @@ def arguments_of(cfg: RunConfig, given: argparse.Namespace) -> argparse.Namespac
 def serve_vllm(cfg: RunConfig, paths: RunPaths, role: str, heartbeat: Heartbeat) -> NoReturn:
     """Run a vLLM until a signal, which raises SystemExit. ValueError names an unsupported setting,
     RunFailed how it ended."""
-    from lowroll.engine.remote.vllm_process import lasting_folder
+    from lowroll.engine.remote.vllm.process import lasting_folder
     from lowroll.runs.assembly import vllm
 
     socket_folder = lasting_folder(f"{paths.run.resolve()} {role}")

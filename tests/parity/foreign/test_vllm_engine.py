@@ -374,15 +374,15 @@ def test_a_stale_adapter(
     adapters: VllmEngine, adapted: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapters.update_weights(WeightUpdate.local(adapted, 20))
-    load = adapters._load_adapter
+    load = adapters.weights.load_adapter
 
     def stale(update: WeightUpdate) -> None:
         name = adapters.server.model
         load(update)
         adapters.server.model = name  # requests still go to the old one, which is unloaded
 
-    monkeypatch.setattr(adapters, "_load_adapter", stale)
-    monkeypatch.setattr(adapters, "_unload", lambda keep: None)
+    monkeypatch.setattr(adapters.weights, "load_adapter", stale)
+    monkeypatch.setattr(adapters.weights, "unload", lambda keep: None)
     step(adapted, 20, 0.05)
     with pytest.raises(NotArrived, match="update to version 21: "):
         adapters.update_weights(WeightUpdate.local(adapted, 21))
@@ -473,7 +473,7 @@ def dies_in_mid_request(engine: VllmEngine) -> None:
 
 
 def test_vllm_reads_the_id_of_a_communicator_as_it_was_written() -> None:
-    from lowroll.engine.remote.vllm_nccl import stored_id
+    from lowroll.engine.remote.vllm.nccl import stored_id
 
     unique_id = bytes(i * 7 % 256 for i in range(128))
     store, port = stored_id(unique_id)

@@ -14,7 +14,7 @@ from lowroll.engine.base import Capabilities, EngineStats
 from lowroll.engine.remote.http_client import HttpCall, HttpClient, ServerError, excerpt
 from lowroll.engine.remote.protocol import body_of
 from lowroll.engine.remote.server_base import CONTROL_S, EngineServer, HeldPolicy, ServerProgress
-from lowroll.engine.remote.vllm_probe import ADAPTERS, HOTTEST, ProbedVllm, probe
+from lowroll.engine.remote.vllm.probe import ADAPTERS, HOTTEST, ProbedVllm, probe
 from lowroll.engine.request import noise_key
 from lowroll.model.config_values import token_ids
 from lowroll.model.files import MOST_TOKENIZER, read_json

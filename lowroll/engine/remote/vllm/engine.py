@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from lowroll.engine.base import InFlight
 from lowroll.engine.remote.http_client import EngineLost, HttpClient, ServerError
 from lowroll.engine.remote.pool import EnginePool
 from lowroll.engine.remote.replica import PoolOptions
 from lowroll.engine.remote.verify import Learner, NotArrived, Verifier
-from lowroll.engine.remote.vllm_probe import TRANSFER, ProbedVllm, probe
-from lowroll.engine.remote.vllm_process import VllmProcess
-from lowroll.engine.remote.vllm_server import ServedModel, VllmServer, model_folder
+from lowroll.engine.remote.vllm.probe import ProbedVllm, probe
+from lowroll.engine.remote.vllm.process import VllmProcess
+from lowroll.engine.remote.vllm.server import VllmServer, model_folder
+from lowroll.engine.remote.vllm.weights import PauseMode, VllmWeights, Way, update_kind
 from lowroll.types import BehaviorTag, PolicySpan
 
 if TYPE_CHECKING:
-    from lowroll.engine.remote.vllm_nccl import NcclTransfer
-    from lowroll.weights.sync.base import Kind
     from lowroll.weights.sync.update import WeightUpdate
 
 _log = logging.getLogger(__name__).info
 
-Way = Literal["folder", "nccl"]
 BASE = "policy"
 SILENT_S = 180.0  # six heartbeats; also bounds the first calls
 BOUND = 0.5  # nats a token between a format and the learner
@@ -65,20 +60,16 @@ class VllmEngine(EnginePool):
         self.url = url
         self.process = process
         self.request_s = request_s
-        self._way = way
         self._verify = verify
-        self._transfer: NcclTransfer | None = None
-        self._loaded: dict[str, Path] = {}
-        self._versions: Counter[int] = Counter()
-        self._exchange = Path(tempfile.mkdtemp(prefix="lowroll-weights-", dir=exchange))
+        self._weights: VllmWeights | None = None
 
         async def meet(http: HttpClient, options: PoolOptions) -> VllmServer:
-            from lowroll.engine.remote.vllm_folders import served
+            from lowroll.engine.remote.vllm.folders import served
 
             probed = await probe(http)
             self.folder = model_folder(url, folder or probed.root)
             facts = served(self.folder, dtype)
-            kind = _update_kind(probed, facts, lora_rank, way)
+            kind = update_kind(probed, facts, lora_rank, way)
             self._server = VllmServer(http, probed, facts, kind, kind == "adapter")
             return self._server
 
@@ -94,11 +85,9 @@ class VllmEngine(EnginePool):
                 lost=None if process is None else process.lost,
             )
             super().__init__([url], options)
-            if way == "nccl" and "full" in self.capabilities.updates:
-                from lowroll.engine.remote.vllm_nccl import NcclTransfer
-
-                local = process is not None
-                self._transfer = NcclTransfer(self.begin, self.found, request_s, local)
+            self._weights = VllmWeights(
+                self, self._server, self.folder, exchange, way, request_s, process is not None
+            )
         except BaseException:
             self.close()
             raise
@@ -135,7 +124,7 @@ class VllmEngine(EnginePool):
         receives lines about the start. exchange: the folder of weights. EngineLost, with the last
         error of its log, after start_s.
         """
-        from lowroll.engine.remote.vllm_folders import linear_names, served
+        from lowroll.engine.remote.vllm.folders import linear_names, served
 
         folder = Path(folder).resolve()
         if not (folder / "config.json").is_file():
@@ -184,31 +173,32 @@ class VllmEngine(EnginePool):
         """End a server that was started here, or unload the adapters of another. Idempotent."""
         if self.closed:
             return
-        if self._transfer is not None:
-            self._transfer.close()
         self.give_up()
-        if self.process is None:
-            with suppress(ServerError):
-                self._unload(keep=None)
+        if self._weights is not None:
+            self._weights.close(unload=self.process is None)
         super().close()
         if self.process is not None:
             self.process.close()
-        shutil.rmtree(self._exchange, ignore_errors=True)
 
     @property
     def found(self) -> ProbedVllm:
         return self._server.found
 
+    @property
+    def weights(self) -> VllmWeights:
+        """The sender of updates."""
+        assert self._weights is not None, "it exists once the engine is connected"
+        return self._weights
+
     # -- pause -------------------------------------------------------------------------------------
 
-    def pause(self, mode: Literal["keep", "wait", "abort"] = "keep") -> None:
+    def pause(self, mode: PauseMode = "keep") -> None:
         """Stop drawing: freeze the requests in flight, wait for their end, or abort them. New
         requests wait for `resume`."""
-        self.found.needs("pause", "/pause", "/resume")
-        self.run(self._server.pause(mode, self.request_s), self.request_s)
+        self.weights.pause(mode)
 
     def resume(self) -> None:
-        self.run(self._server.resume(self.request_s), self.request_s)
+        self.weights.resume()
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -222,71 +212,12 @@ class VllmEngine(EnginePool):
         """
         if in_flight == "replay":
             raise ValueError("in_flight: a vLLM replays nothing")
-        self._check_update(update)
+        self.weights.check(update)
         digest = update.digest or update.content_digest()
-        if update.kind == "adapter":
-            self._load_adapter(update)
-        elif self._way == "nccl":
-            self._transfer_all(update)
-        else:
-            self._reload(update)
+        self.weights.send(update)
         self.server.behavior = replace(self.behavior, policy=(PolicySpan(update.version, digest),))
         self._check_arrival(update)
         return self.behavior
-
-    def _check_update(self, update: WeightUpdate) -> None:
-        if update.kind not in self.capabilities.updates:
-            kinds = " or ".join(sorted(self.capabilities.updates)) or "none"
-            raise ValueError(
-                f"update: kind {update.kind!r}: this vLLM takes updates of kind {kinds}"
-            )
-        if update.noise is not None and update.noise.sigma != 0:
-            raise ValueError("update: noise: vLLM puts none on its norms")
-        if update.kind == "full" and update.input_scale != 1.0:
-            raise ValueError(
-                f"update: input_scale: the weights carry s = {update.input_scale}, which vLLM's "
-                f"model does not"
-            )
-
-    def _load_adapter(self, update: WeightUpdate) -> None:
-        from lowroll.engine.remote.vllm_folders import write_adapter
-
-        count = self._versions[update.version]
-        name = f"pol-v{update.version}" + (f".{count}" if count else "")
-        self._versions[update.version] += 1
-        folder = write_adapter(update, self._exchange / name, self.folder)
-        self.run(self._server.load_adapter(name, folder, self.request_s), self.request_s)
-        self._loaded[name] = folder
-        self._unload(keep=name)
-
-    def _unload(self, keep: str | None) -> None:
-        async def unload() -> None:
-            kept_names = self.models_in_use | {keep}
-            for name in [name for name in self._loaded if name not in kept_names]:
-                await self._server.unload_adapter(name, self.request_s)
-                shutil.rmtree(self._loaded.pop(name), ignore_errors=True)
-
-        self.run(unload(), self.request_s * max(1, len(self._loaded)))
-
-    def _reload(self, update: WeightUpdate) -> None:
-        from lowroll.engine.remote.vllm_folders import write_model
-
-        self._versions[update.version] += 1
-        name = f"v{update.version}-{self._versions[update.version]}"
-        folder = write_model(update, self._exchange / name, self.folder, self._server.served.dtype)
-        label = f"reloading the weights of version {name}"
-        try:
-            self.run(self._server.reload(folder, label, self.request_s), 4 * self.request_s)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _transfer_all(self, update: WeightUpdate) -> None:
-        assert self._transfer is not None
-        tensors = self._transfer.check(update)
-        self.pause("wait")
-        self._transfer.send(tensors, self._server.served.dtype)
-        self.reset_prefix_cache()
-        self.resume()
 
     def _check_arrival(self, update: WeightUpdate) -> None:
         ids = self._verifier.ids
@@ -338,17 +269,3 @@ def _supported_rank(wanted: int) -> int:
         if rank >= wanted:
             return rank
     raise ValueError(f"lora_rank: vLLM holds adapters of rank {RANKS[-1]} at most, not {wanted}")
-
-
-def _update_kind(
-    found: ProbedVllm, model: ServedModel, lora_rank: int | None, way: Way | None
-) -> Kind | None:
-    if lora_rank is not None:
-        found.check_adapters()
-        return "adapter"
-    if way is None:
-        return None
-    if way == "nccl" and found.cpu:
-        raise ValueError(f"way: nccl moves weights between GPUs, and {found.shown} is on a CPU")
-    found.check_models(model.tied, *(TRANSFER if way == "nccl" else ()))
-    return "full"

@@ -21,7 +21,7 @@ from lowroll.checkpoint.logfile import last_error
 from lowroll.engine.remote.http_client import EngineLost
 from lowroll.types import printable
 
-REAPER = Path(__file__).with_name("vllm_reaper.py")
+REAPER = Path(__file__).with_name("reaper.py")
 ENDING = 15.0  # seconds: the reaper's grace with a margin
 TELLING = 15.0  # seconds between two lines about a start
 PASSED = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "HF_HOME", "XDG_CACHE_HOME", "OMP_NUM_THREADS")

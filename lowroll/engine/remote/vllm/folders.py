@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from lowroll.checkpoint.publish import publish_folder
-from lowroll.engine.remote.vllm_server import ServedModel
+from lowroll.engine.remote.vllm.server import ServedModel
 from lowroll.model import hf, lora
 from lowroll.model.headers import low_bit_format
 from lowroll.model.names import dtype_of, features_read

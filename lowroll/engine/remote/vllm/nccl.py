@@ -28,7 +28,7 @@ from torch.distributed import TCPStore
 
 from lowroll.engine.remote.event_loop import MARGIN
 from lowroll.engine.remote.http_client import HttpCall, ServerError
-from lowroll.engine.remote.vllm_probe import TRANSFER, ProbedVllm
+from lowroll.engine.remote.vllm.probe import TRANSFER, ProbedVllm
 from lowroll.model.names import dtype_of
 from lowroll.weights.sync.update import WeightUpdate, check_content
 

@@ -1,6 +1,6 @@
 """Run by vLLM's own Python, in vLLM's process group, so that nothing of it outlives lowroll.
 
-    python vllm_reaper.py ARGUMENTS OF vllm serve
+    python reaper.py ARGUMENTS OF vllm serve
 
 When standard input, a pipe of lowroll's, closes, vLLM is terminated, and after `GRACE` seconds
 killed. When its first process ends, so do the others. vLLM's environment has no lowroll: standard
