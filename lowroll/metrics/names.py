@@ -167,7 +167,7 @@ METRICS: tuple[Metric, ...] = (
         "rollouts that a filter (gibberish, repetition) flagged",
         "0",
     ),
-    _M("rollout/temperature", "", "sampling temperature of the step"),
+    _M("rollout/temperature", "", "sampling temperature"),
     _M("rollout/policy_version", "version", "newest version that drew a token of the batch"),
     _M(
         "rollout/staleness",
@@ -178,8 +178,7 @@ METRICS: tuple[Metric, ...] = (
     _M(
         "rollout/staleness_<versions>",
         "fraction",
-        "tokens drawn so many versions before the learner's; only where groups are taken as "
-        "they end",
+        "tokens drawn so many versions before the learner's",
         "none beyond max_off_policy_steps",
     ),
     _M("rollout/learner_version", "version", "the learner's, for the ages of tokens"),
@@ -249,15 +248,15 @@ METRICS: tuple[Metric, ...] = (
     _M(
         "rollout/stage",
         "",
-        "the run's stage, from 1 on; only in a run with stages",
-        "rises at the steps of `stages`",
+        "the run's stage, from 1 on",
+        "",
     ),
     _M("rollout/max_tokens", "tokens", "the token limit of the stage"),
     _M(
         "rollout/noise_sigma",
         "",
         "standard deviation of the noise on the engine's norms",
-        "follows its schedule",
+        "",
         "QeRL Eq. 8",
     ),
     _M(
@@ -347,8 +346,8 @@ METRICS: tuple[Metric, ...] = (
     _M(
         "mismatch/length_<tokens>/kl_k1",
         "nats",
-        "kl_k1 of the responses of at most so many tokens and more than half "
-        "of that (the shortest class: at most 4)",
+        "kl_k1 of the responses of at most so many tokens and more than half of that (the "
+        "first class: at most 4)",
         "the same for all lengths",
         _K,
     ),
@@ -364,8 +363,7 @@ METRICS: tuple[Metric, ...] = (
     _M(
         "mismatch/staleness_<versions>/kl_k1",
         "nats",
-        "kl_k1 of the tokens that were drawn so many versions ago; only where groups are taken as "
-        "they end",
+        "kl_k1 of the tokens that were drawn so many versions ago",
         "grows with the age",
         _K,
     ),
@@ -385,7 +383,7 @@ METRICS: tuple[Metric, ...] = (
         "spread/sequence_std",
         "nats",
         "before the first update: standard deviation over sequences of its mean",
-        "far above a band such as 3e-4 where the band is meant to bound this mismatch",
+        "far above a band such as 3e-4 where the band is meant to bound it",
     ),
     _M(
         "spread/sequence_p99",
@@ -506,7 +504,7 @@ METRICS: tuple[Metric, ...] = (
         "correction/rejected_length_ratio",
         "",
         "mean length of the sequences rejected as a whole over that of all",
-        "far above 1, long responses teach less than they should",
+        "far above 1, long responses teach too little",
     ),
     _M(
         "correction/rejected_reward_gap",
@@ -524,8 +522,8 @@ METRICS: tuple[Metric, ...] = (
     _M(
         "guard/kl",
         "alarm",
-        "1 where the moving average of mismatch/kl_k3 has outgrown its first steps, or is "
-        "above guard.kl_above",
+        "1 where the moving average of mismatch/kl_k3 has outgrown its first steps or "
+        "guard.kl_above",
         "0",
         "QuRL Fig. 3",
     ),
@@ -578,7 +576,7 @@ METRICS: tuple[Metric, ...] = (
         "0",
     ),
     _M("optim/lr", "", "learning rate of the update"),
-    _M("optim/grad_norm", "", "gradient norm before clipping", "stable; a spike deserves a look"),
+    _M("optim/grad_norm", "", "gradient norm before clipping", "stable"),
     _M("optim/update_norm", "", "norm of the change of the weights"),
     _M("optim/skipped", "updates", "updates skipped because loss or gradient was not finite", "0"),
     _M(
@@ -610,7 +608,7 @@ METRICS: tuple[Metric, ...] = (
         "fraction",
         "tokens that the bounded caches never held: 1 - stored over dense, of each response's "
         "largest cache",
-        "the paper reports .35 to .53 against a dense run's lengths",
+        "the paper reports .35 to .53 against a dense run",
         "Sparse-RL",
     ),
     _M("kv/saving_final", "fraction", "the same when each response ends"),
@@ -738,7 +736,7 @@ METRICS: tuple[Metric, ...] = (
         "perf/orchestrator_idle_fraction",
         "fraction",
         "time/generate and both waits, of the time since the batch before",
-        "near 1: scoring and packing cost nothing",
+        "near 1",
     ),
     _M("time/learn", "s", "forward, backward and update"),
     _M("time/publish", "s", "handing the new weights to the engine, quantization included"),
