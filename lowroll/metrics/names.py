@@ -24,7 +24,7 @@ _PLACEHOLDERS = {
 _TIMINGS = ("time/", "perf/")
 _QURL = "QuRL Eq. 3-9"
 _PPO = "PPO, arXiv 1707.06347"
-_K = "J. Schulman, Approximating KL divergence (2020)"
+_K = "Schulman 2020"
 _PASS_AT_K_SOURCE = "Codex, arXiv 2107.03374"
 
 
@@ -64,8 +64,8 @@ METRICS: tuple[Metric, ...] = (
     _M(
         "reward/zero_std_fraction",
         "fraction",
-        "groups whose scores are all equal: they teach nothing",
-        "near 1 means that the task is too easy or too hard",
+        "groups whose scores are all equal",
+        "near 1: the task is too easy or too hard",
         "DAPO, arXiv 2503.14476",
     ),
     _M("reward/solved_all_fraction", "fraction", "groups in which every rollout is right"),
@@ -79,8 +79,8 @@ METRICS: tuple[Metric, ...] = (
     _M(
         "reward/inapplicable_fraction",
         "fraction",
-        "rollouts of which no reward function says anything (None); they leave their group",
-        "absent where there are none; near 1 nothing is learned",
+        "rollouts for which every reward function says None; they leave their group",
+        "near 1 nothing is learned",
     ),
     _M(
         "reward/canary_failures",
@@ -91,15 +91,15 @@ METRICS: tuple[Metric, ...] = (
     _M(
         "reward/<env>/unjudged",
         "fraction",
-        "mathematics: responses whose answer cannot be judged (no formula, too large or too slow "
-        "to evaluate); they are wrong",
-        "small; a rise deserves a look at the responses",
+        "mathematics: answers that cannot be judged (no formula, too large or too slow to "
+        "evaluate); they are wrong",
+        "small",
     ),
     _M(
         "reward/<env>/<metric>",
         "reward",
-        "one environment: its mean raw score (reward/<env>/mean) and the means "
-        "of its scorer's own numbers: of reward functions, and of their log_metric",
+        "the environment's mean raw score (reward/<env>/mean) and the means of its scorer's "
+        "own numbers",
     ),
     _M(
         "reward/after_<turns>_turns",
@@ -124,26 +124,25 @@ METRICS: tuple[Metric, ...] = (
         "low and not rising",
     ),
     _M("rollout/stop_fraction", "fraction", "responses that ended by themselves"),
-    _M("rollout/turns_mean", "turns", "the assistant's turns of a conversation, in the mean"),
-    _M("rollout/turns_max", "turns", "and at most"),
+    _M("rollout/turns_mean", "turns", "mean turns of the assistant in a conversation"),
+    _M("rollout/turns_max", "turns", "most of them"),
     _M(
         "rollout/env_tokens_mean",
         "tokens",
-        "a conversation's tokens that are the environment's: nothing is learnt from them, and no "
-        "other number counts them",
+        "a conversation's tokens that are the environment's; no other number counts them",
     ),
     _M("rollout/ended_done_fraction", "fraction", "conversations that the environment ended"),
     _M("rollout/ended_turns_fraction", "fraction", "conversations that had all of their max_turns"),
     _M(
         "rollout/ended_length_fraction",
         "fraction",
-        "conversations of which a turn was cut at rollout.max_tokens",
+        "conversations of which a turn was cut",
         "low and not rising",
     ),
     _M(
         "rollout/ended_tokens_fraction",
         "fraction",
-        "conversations whose whole sequence had no room for more (max_sequence_tokens)",
+        "conversations that reached max_sequence_tokens",
         "low and not rising",
     ),
     _M("rollout/ended_error_fraction", "fraction", "conversations whose environment failed", "0"),
@@ -167,26 +166,25 @@ METRICS: tuple[Metric, ...] = (
         "rollouts that a filter (gibberish, repetition) flagged",
         "0",
     ),
-    _M("rollout/temperature", "", "sampling temperature of the step"),
-    _M("rollout/policy_version", "version", "newest policy version that drew a token of the batch"),
+    _M("rollout/temperature", "", "sampling temperature"),
+    _M("rollout/policy_version", "version", "newest version that drew a token of the batch"),
     _M(
         "rollout/staleness",
         "versions",
-        "learner's version minus the oldest version that drew a token of the batch",
+        "learner's version minus the oldest that drew a token of the batch",
         "0 in a synchronous run",
     ),
     _M(
         "rollout/staleness_<versions>",
         "fraction",
-        "the batch's tokens that were drawn so many versions before the learner's own; only where "
-        "groups are taken as they end",
+        "tokens drawn so many versions before the learner's",
         "none beyond max_off_policy_steps",
     ),
     _M("rollout/learner_version", "version", "the learner's, for the ages of tokens"),
     _M(
         "rollout/mixed_fraction",
         "fraction",
-        "rollouts of the batch whose tokens are of several versions",
+        "rollouts whose tokens are of several versions",
     ),
     _M(
         "rollout/kept_prefix_mean",
@@ -196,14 +194,14 @@ METRICS: tuple[Metric, ...] = (
     _M(
         "rollout/open_groups",
         "groups",
-        "groups that go on after the batch was made: in flight, or back and waiting",
+        "groups that go on after the batch was made",
         "(oversampling_factor - 1) x the groups of a batch",
     ),
     _M("rollout/in_flight_groups", "groups", "groups at the engines when the batch was full"),
     _M(
         "rollout/open_length_mean",
         "tokens",
-        "what their samples had drawn by then: at least so long are those that were not chosen",
+        "tokens that their samples had drawn by then",
         "far above rollout/length_mean: short responses are preferred",
     ),
     _M(
@@ -215,7 +213,7 @@ METRICS: tuple[Metric, ...] = (
         "rollout/carried_length_mean",
         "tokens",
         "mean length of their responses",
-        "above rollout/length_mean: what an earlier batch left behind was long",
+        "above rollout/length_mean",
     ),
     _M("rollout/dropped_no_signal", "groups", "dropped: their rewards are all equal"),
     _M("rollout/dropped_too_easy", "groups", "dropped: their mean reward is exactly 1"),
@@ -249,33 +247,32 @@ METRICS: tuple[Metric, ...] = (
     _M(
         "rollout/stage",
         "",
-        "the run's stage, from 1 on; only in a run with stages",
-        "rises at the steps of `stages`",
+        "the run's stage, from 1 on",
+        "",
     ),
     _M("rollout/max_tokens", "tokens", "the token limit of the stage"),
     _M(
         "rollout/noise_sigma",
         "",
         "standard deviation of the noise on the engine's norms",
-        "follows its schedule",
+        "",
         "QeRL Eq. 8",
     ),
     _M(
         "rollout/replay_samples",
         "samples",
-        "unfinished samples that were replayed under newer weights (partial rollouts)",
+        "unfinished samples replayed under newer weights",
     ),
     _M(
         "rollout/replay_kept_mean",
         "tokens",
-        "of a replayed sample, the drawn tokens that the newer weights draw too, up to the first "
-        "that differs",
-        "long: short where an update changes much",
+        "of a replayed sample, the tokens before the first that the newer weights draw otherwise",
+        "short where an update changes much",
     ),
     _M(
         "rollout/replay_kept_fraction",
         "fraction",
-        "of all tokens that the replayed samples had drawn, those that were kept",
+        "share of the replayed samples' tokens that were kept",
         "near 1; below it with unchanged weights by rounding alone",
     ),
     _M(
@@ -303,8 +300,7 @@ METRICS: tuple[Metric, ...] = (
     _M(
         "mismatch/weight_mean",
         "",
-        "mean w of the step, Sparse-RL's xi (its extremes follow); where the rollouts' KV cache "
-        "forgets or rounds",
+        "mean w of the step, Sparse-RL's xi; where the rollouts' KV cache forgets or rounds",
         "near 1",
         "Sparse-RL",
     ),
@@ -324,7 +320,7 @@ METRICS: tuple[Metric, ...] = (
         "mismatch/ess",
         "fraction",
         "effective sample size of the token weights, mean(w)^2 / mean(w^2)",
-        "near 1, which is no mismatch; verl's guide wants it above 0.3",
+        "near 1; verl's guide wants it above 0.3",
         "Kish 1965",
     ),
     _M(
@@ -349,8 +345,8 @@ METRICS: tuple[Metric, ...] = (
     _M(
         "mismatch/length_<tokens>/kl_k1",
         "nats",
-        "kl_k1 of the responses of at most so many tokens and more than half "
-        "of that (the shortest class: at most 4)",
+        "kl_k1 of the responses of at most so many tokens and more than half of that (the "
+        "first class: at most 4)",
         "the same for all lengths",
         _K,
     ),
@@ -366,8 +362,7 @@ METRICS: tuple[Metric, ...] = (
     _M(
         "mismatch/staleness_<versions>/kl_k1",
         "nats",
-        "kl_k1 of the tokens that were drawn so many versions ago; only where groups are taken as "
-        "they end",
+        "kl_k1 of the tokens that were drawn so many versions ago",
         "grows with the age",
         _K,
     ),
@@ -387,7 +382,7 @@ METRICS: tuple[Metric, ...] = (
         "spread/sequence_std",
         "nats",
         "before the first update: standard deviation over sequences of its mean",
-        "far above a band such as 3e-4 where the band is meant to bound this mismatch",
+        "far above a band such as 3e-4 where the band is meant to bound it",
     ),
     _M(
         "spread/sequence_p99",
@@ -397,8 +392,8 @@ METRICS: tuple[Metric, ...] = (
     _M(
         "spread/silent_fraction",
         "fraction",
-        "tokens that the objective's masks, rejections and clips would silence before any update",
-        "small; above one half the run warns, or widens what `auto` chose",
+        "tokens that the objective would silence before any update",
+        "above one half the run warns, or widens what `auto` chose",
     ),
     _M(
         "spread/silent_sequence_fraction",
@@ -488,35 +483,33 @@ METRICS: tuple[Metric, ...] = (
     _M(
         "correction/repaired_fraction",
         "fraction",
-        "tokens that loss.sparse.repair masks, of responses that keep those before",
-        "what loss.sparse.repair leaves of the rejected ones",
+        "tokens that loss.sparse.repair masks",
+        "",
     ),
     _M(
         "correction/repaired_sequence_fraction",
         "fraction",
-        "sequences that it keeps the beginning of",
-        "what would else be rejected as a whole",
+        "responses that loss.sparse.repair keeps the beginning of",
+        "",
     ),
     _M(
         "correction/vetoed_fraction",
         "fraction",
-        "tokens whose w is below the veto, each of which rejects its sequence; with "
-        "mismatch/weight_mean",
+        "tokens whose w is below the veto, each of which rejects its sequence",
         "near 0",
         "Sparse-RL",
     ),
     _M(
         "correction/rejected_length_ratio",
         "",
-        "mean length of the sequences rejected as a whole over that of all; with "
-        "mismatch/weight_mean, where any is rejected",
-        "far above 1, long responses teach less than they should",
+        "mean length of the sequences rejected as a whole over that of all",
+        "far above 1, long responses teach too little",
     ),
     _M(
         "correction/rejected_reward_gap",
         "reward",
         "mean score of these sequences minus that of all",
-        "below 0 where rejection finds failures; above, it throws good responses away",
+        "above 0 it throws good responses away",
     ),
     _M(
         "correction/dropped_tokens",
@@ -528,7 +521,8 @@ METRICS: tuple[Metric, ...] = (
     _M(
         "guard/kl",
         "alarm",
-        "1 where the moving average of mismatch/kl_k3 has outgrown its first steps, or is above guard.kl_above",
+        "1 where the moving average of mismatch/kl_k3 has outgrown its first steps or "
+        "guard.kl_above",
         "0",
         "QuRL Fig. 3",
     ),
@@ -570,9 +564,8 @@ METRICS: tuple[Metric, ...] = (
     _M(
         "critic/explained_variance",
         "",
-        "1 - Var(G - V) / Var(G), returns G and values V of before the step; absent where all "
-        "returns are equal",
-        "rises towards 1; at 0 the critic knows no more than a constant",
+        "1 - Var(G - V) / Var(G), returns G and values V of before the step",
+        "rises towards 1",
     ),
     _M("critic/grad_norm", "", "the critic's gradient norm before clipping", "stable"),
     _M(
@@ -582,7 +575,7 @@ METRICS: tuple[Metric, ...] = (
         "0",
     ),
     _M("optim/lr", "", "learning rate of the update"),
-    _M("optim/grad_norm", "", "gradient norm before clipping", "stable; a spike deserves a look"),
+    _M("optim/grad_norm", "", "gradient norm before clipping", "stable"),
     _M("optim/update_norm", "", "norm of the change of the weights"),
     _M("optim/skipped", "updates", "updates skipped because loss or gradient was not finite", "0"),
     _M(
@@ -612,9 +605,9 @@ METRICS: tuple[Metric, ...] = (
     _M(
         "kv/saving_peak",
         "fraction",
-        "tokens that the bounded caches of the batch never held: 1 - stored over dense, of each "
-        "response's largest cache; dense is the same responses' own lengths",
-        "the paper reports .35 to .53 against a dense run's lengths",
+        "tokens that the bounded caches never held: 1 - stored over dense, of each response's "
+        "largest cache",
+        "the paper reports .35 to .53 against a dense run",
         "Sparse-RL",
     ),
     _M("kv/saving_final", "fraction", "the same when each response ends"),
@@ -694,23 +687,22 @@ METRICS: tuple[Metric, ...] = (
     _M(
         "perf/engine_refused",
         "answers",
-        "not believed so far: drawn from another version than the engine was told, or damaged",
+        "refused so far: drawn from another version than the engine was told, or damaged",
         "0",
     ),
-    _M("perf/engine_late", "answers", "that came when nobody waited for them any more", "0"),
+    _M("perf/engine_late", "answers", "that came when nobody waited any more", "0"),
     _M("perf/engine_fenced", "times", "that an engine was silent, dead, stuck or refused", "0"),
     _M(
         "perf/changed_bytes_fraction",
         "fraction",
-        "bytes that were published of what the step changed, over those that an engine holds; "
-        "absent where a whole version was published",
-        "falls with the learning rate; 1 where all moves",
+        "bytes published of what the step changed, over those that an engine holds",
+        "falls with the learning rate",
     ),
     _M("perf/kv_pages_peak", "pages", "most KV-cache pages in use at once"),
     _M(
         "perf/prefix_hits",
         "pages",
-        "prompt pages that came from the prefix cache since the process started",
+        "prompt pages from the prefix cache since the process started",
     ),
     _M("time/step", "s", "the whole step"),
     _M("time/generate", "s", "generation of the rollouts"),
@@ -718,7 +710,7 @@ METRICS: tuple[Metric, ...] = (
     _M(
         "time/wait_weights",
         "s",
-        "the orchestrator's wait for weights that are new enough; where the learner is elsewhere",
+        "the orchestrator's wait for new enough weights",
         "near 0 when the engines are the slower half",
     ),
     _M(
@@ -730,7 +722,7 @@ METRICS: tuple[Metric, ...] = (
     _M(
         "time/wait_batch",
         "s",
-        "the trainer's wait for its batch; where the orchestrator is elsewhere",
+        "the trainer's wait for its batch",
         "near 0 when the learner is the slower half",
     ),
     _M(
@@ -743,7 +735,7 @@ METRICS: tuple[Metric, ...] = (
         "perf/orchestrator_idle_fraction",
         "fraction",
         "time/generate and both waits, of the time since the batch before",
-        "near 1: scoring and packing cost nothing",
+        "near 1",
     ),
     _M("time/learn", "s", "forward, backward and update"),
     _M("time/publish", "s", "handing the new weights to the engine, quantization included"),
@@ -753,14 +745,13 @@ METRICS: tuple[Metric, ...] = (
     _M(
         "record/lost",
         "",
-        "1 where the record of the step was damaged or missing on disk: nothing else is known of "
-        "it",
+        "1 where the record of the step was damaged or missing on disk",
         "absent",
     ),
     _M(
         "record/nonfinite",
         "values",
-        "metrics of this record that were not finite and are stored as null",
+        "metrics of this record that were not finite: null",
         "0",
     ),
 )

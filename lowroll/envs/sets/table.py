@@ -77,8 +77,8 @@ class EvalSet:
     licence: str
     subset: str | None = None
     columns: Columns = field(default_factory=lambda: _WORDED)
-    shuffled: bool = False  # the right option is the row's first one
-    checked: str = "id and columns as others name them; not fetched"
+    shuffled: bool = False  # the options, the right one first, are shuffled
+    checked: str = "not fetched"
 
     @property
     def template(self) -> str:
@@ -86,7 +86,7 @@ class EvalSet:
         return TEMPLATES[self.rule]
 
 
-_CHECKED_WHOLE = "a file of this shape was read whole, every gold answer scored"
+_CHECKED_WHOLE = "read whole"
 _MAA_LICENCE = "text of the Mathematical Association of America"
 
 SETS = {
@@ -228,7 +228,7 @@ SETS = {
             "Jain et al. 2024, arXiv 2403.07974",
             "Creative Commons",
             columns=_PROGRAM,
-            checked="a file: the hub's own loader is code, which lowroll does not run",
+            checked="by file alone",
         ),
     )
 }
