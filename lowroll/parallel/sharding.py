@@ -38,7 +38,7 @@ PLACE = 256  # bytes: alignment within a piece
 
 
 class Sharded(RankGroup):
-    """This process in a group that shards a model.
+    """One process of a group that shards a model.
 
     Shards are on the ranks' device; a model on the host is moved by block. Scale, align and adapt a
     model first.
@@ -72,7 +72,7 @@ class Sharded(RankGroup):
         dtype = model.dtype
         self._unwrap_dense(model)
         whole_parameters = self._keep_whole(model)
-        # the model itself then takes what is left
+        # blocks first: the model then takes what is left
         for module in (*model.blocks, model):
             learning_parameters = []
             for p in module.parameters():

@@ -1,7 +1,7 @@
-"""Routing of a pool's requests to its replicas: least loaded, with affinity, and with retries.
+"""Routing of a pool's requests to its replicas: least loaded, with affinity and retries
+(docs/roles.md).
 
-A request is all samples of a group. A lost one is sent to another replica with the same id and
-seed.
+A lost request is sent to another replica with the same id and seed.
 """
 
 from __future__ import annotations
@@ -55,9 +55,8 @@ class LoadBalancer:
         self._homes: dict[str, str] = {}
 
     def choose(self, able: Sequence[Replica], entry: QueuedRequest) -> Replica | None:
-        """Return the engine with the fewest outstanding tokens; None when all are full. A later
-        turn goes to the engine that may hold its pages, unless that has clearly more to do or has
-        failed it."""
+        """Return the engine for a request; None when all are full. A later turn goes to the engine
+        that may hold its pages, unless that has clearly more to do or has failed it."""
         free_replicas = [replica for replica in able if self._is_free(replica, entry)]
         if not free_replicas:
             return None
