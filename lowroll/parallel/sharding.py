@@ -188,6 +188,7 @@ class Sharded(RankGroup):
                 _set_weight(mirror_linear, qtensor)
 
     def refill(self, mirror: Transformer | None, model: Transformer) -> None:
+        """Copy the weights that learn into a mirror again."""
         self._copy(mirror, model, [module for module in (*model.blocks, model) if _learns(module)])
 
     @torch.no_grad()

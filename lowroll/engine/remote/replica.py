@@ -1,7 +1,6 @@
 """One engine of a pool and its health (docs/roles.md).
 
-It is evicted when it is silent, dead, stuck or inconsistent, and reconnects after a pause that
-doubles while another works.
+After an eviction it reconnects with a pause that doubles while another works.
 """
 
 from __future__ import annotations
