@@ -87,7 +87,7 @@ class Ranked:
 
 
 class Engine(Protocol):
-    """An engine, used by one thread. Rollouts have its own log-probs."""
+    """An engine, used by one thread, whose rollouts have its own log-probs."""
 
     @property
     def capabilities(self) -> Capabilities: ...

@@ -115,7 +115,7 @@ class Decoder:
         self._table = torch.zeros(max_rows, max_pages, dtype=torch.int32, pin_memory=is_pinned)
         self.state = torch.zeros_like(self._state, device=self.device)
         self.table_BP = torch.zeros_like(self._table, device=self.device)
-        # with the new token's; 0 is dead
+        # keys of each row, with the new token's; 0 is dead
         self.lengths_B = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
         self.temperature_B = torch.ones(max_rows, device=self.device)
         self.greedy_B = torch.zeros(max_rows, dtype=torch.bool, device=self.device)
@@ -124,7 +124,7 @@ class Decoder:
         self.logprobs_SB = torch.zeros(
             MOST_STEPS, max_rows, dtype=torch.float32, device=self.device
         )
-        # of all batch sizes, for rows drawn outside the graph
+        # logits of all batch sizes, for rows drawn outside the graph
         self.logits: Tensor | None = None
         self._graphs: dict[tuple[int, DrawMode | None], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None

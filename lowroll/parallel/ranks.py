@@ -129,7 +129,7 @@ ALONE = Ranks()
 
 
 class RankGroup(Ranks):
-    """This process among `size` with the whole model (plain data parallel), which meet at
+    """One process of `size`, each with the whole model (plain data parallel), which meet at
     tcp://host:port.
 
     host: the leading rank's IPv4 address or name; its store listens there alone, and so do gloo and

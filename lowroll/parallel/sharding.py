@@ -38,7 +38,7 @@ PLACE = 256  # bytes: alignment within a piece
 
 
 class Sharded(RankGroup):
-    """This process in a group that shards a model.
+    """One process of a group that shards a model.
 
     Shards are on the ranks' device; a model on the host is moved by block. Scale, align and adapt a
     model first.
@@ -72,7 +72,7 @@ class Sharded(RankGroup):
         dtype = model.dtype
         self._unwrap_dense(model)
         whole_parameters = self._keep_whole(model)
-        # the model itself then takes what is left
+        # blocks first: the model then takes what is left
         for module in (*model.blocks, model):
             learning_parameters = []
             for p in module.parameters():
@@ -188,6 +188,7 @@ class Sharded(RankGroup):
                 _set_weight(mirror_linear, qtensor)
 
     def refill(self, mirror: Transformer | None, model: Transformer) -> None:
+        """Copy the weights that learn into a mirror again."""
         self._copy(mirror, model, [module for module in (*model.blocks, model) if _learns(module)])
 
     @torch.no_grad()

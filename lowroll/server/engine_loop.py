@@ -92,12 +92,12 @@ class InFlightRequest:
         self._loop = loop
         self._check_alive = check_alive
         self._forget = forget
-        # of the event loop alone
+        # used by the event loop alone
         self.pending: dict[int, Delta] = {}  # by sample, in the order of updates
         self._changed = asyncio.Event()
         self._end: Group | Exception | None = None
         self._abort_asked = False
-        # of the engine's thread alone
+        # used by the engine's thread alone
         self.handle: int | None = None
         self.aborted = False
         self._num_sent: dict[int, int] = {}
@@ -415,8 +415,8 @@ class EngineLoop:
             self._give_up()
 
     def _run_jobs(self) -> None:
-        """Run the posted jobs: for at most `JOBS_S`, and without waiting, if there is a
-        step to do."""
+        """Admit held requests, and run the posted jobs: for at most `JOBS_S`, and without waiting,
+        if there is a step to do."""
         self.watchdog.start("waiting for requests")
         while self.held and not self._holds_back():
             self._admit(self.held.popleft())

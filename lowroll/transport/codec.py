@@ -304,5 +304,5 @@ def _union_to_record(value: Any, members: tuple[Any, ...], has_non_finite: bool)
         origin, _ = _origin_and_args(member)
         if type(value).__name__ == (origin or member).__name__:
             return _to_record(value, member, has_non_finite)
-    # or the string of an infinity or NaN
+    # an integer, or the string of an infinity or NaN
     return float(value) if float in members and value is not None else value

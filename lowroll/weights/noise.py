@@ -4,9 +4,8 @@ Gaussian noise on the engine's norm weights.
     w' = w + z,    z ~ N(0, sigma^2) a channel,    fresh at every publication
 
 in the input and post-attention norms: the noise multiplies the columns of q, k, v, gate and up by 1
-+ z / w, in every weight format. The engine keeps these norms in float32: in bfloat16 a sigma below
-5e-4 would not change a weight of size
-1. Norms that carry an s of update-aware scaling get s z.
++ z / w. The engine keeps these norms in float32: in bfloat16 a sigma below 5e-4 would not change a
+weight of 1. Norms that carry an s of update-aware scaling get s z.
 
 sigma falls in stages, sigma_0 = sigma_start to sigma_{n-1} = sigma_end, with p = i / (n - 1):
 

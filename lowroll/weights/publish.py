@@ -378,6 +378,7 @@ def _warn_of_conversion(model: Transformer, format: str) -> None:
 
 
 def set_parameter(model: Transformer, name: str, value: Tensor) -> None:
+    """Replace a parameter by a frozen one."""
     module_name, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(module_name), attribute, nn.Parameter(value, requires_grad=False))
 

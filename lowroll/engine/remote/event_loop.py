@@ -24,7 +24,7 @@ class LoopStalled(Exception):
 
 
 class CappedClock(selectors.DefaultSelector):
-    """The selector of such a loop, which counts its time."""
+    """The selector of the loop, which counts its time."""
 
     def __init__(self, turn_s: float, clock: Clock = time.monotonic) -> None:
         super().__init__()

@@ -154,7 +154,6 @@ class HttpClient:
             return await _read_body(response, call, on_line)
 
     async def _explained(self, error: ServerError) -> ServerError:
-        """Add the reason why the server has ended, once its process has exited."""
         if self._lost is None or (error.status is not None and error.status < 500):
             return error
         for _ in range(DYING):
@@ -238,6 +237,7 @@ def _error_text(text: bytes) -> str:
 
 
 def excerpt(value: object, most: int = 200) -> str:
+    """Return a value, shortened for an error."""
     return printable(repr(value), most)
 
 

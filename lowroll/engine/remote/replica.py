@@ -1,8 +1,6 @@
 """One engine of a pool and its health (docs/roles.md).
 
-A replica connects, loads the newest weights, proves that it computes what the others do (`verify`),
-and works. It is evicted when it is silent, dead or stuck, or contradicts itself, and reconnects
-after a pause that doubles while another works.
+After an eviction it reconnects with a pause that doubles while another works.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Routing of a pool's requests to its replicas: least loaded, with affinity, and with retries.
-
-A request is all samples of a group. A lost one is sent to another replica with the same id and
-seed.
-"""
+"""Routing of a pool's requests to its replicas: least loaded, with affinity and retries
+(docs/roles.md)."""
 
 from __future__ import annotations
 
@@ -38,9 +35,7 @@ log = logging.getLogger(__name__)
 FAILURES = 4  # of one request, at engines that continue, before the run ends
 LOSSES = 32  # evictions that one request may see
 BUSY_S, LONGEST_BUSY_S = 0.2, 5.0  # of an engine that answered "busy"
-# caches full of tokens for one engine, so that it has work until the last sample of a group has
-# ended (docs/log/engine.md)
-AHEAD = 3.0
+AHEAD = 3.0  # caches full of tokens for one engine (docs/log/engine.md)
 BEHIND = 1.25  # times the least load, for the engine with a turn's pages
 LEARNED = 1 / 64  # weight of an answer in the mean of used budgets
 MOST_HOMES = 1 << 16  # requests whose engine is remembered
@@ -55,9 +50,8 @@ class LoadBalancer:
         self._homes: dict[str, str] = {}
 
     def choose(self, able: Sequence[Replica], entry: QueuedRequest) -> Replica | None:
-        """Return the engine with the fewest outstanding tokens; None when all are full. A later
-        turn goes to the engine that may hold its pages, unless that has clearly more to do or has
-        failed it."""
+        """Return the engine for a request; None when all are full. A later turn goes to the engine
+        that may hold its pages, unless that has clearly more to do or has failed it."""
         free_replicas = [replica for replica in able if self._is_free(replica, entry)]
         if not free_replicas:
             return None

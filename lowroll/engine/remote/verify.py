@@ -113,6 +113,7 @@ def text(vocab_size: int, context_length: int) -> list[int]:
 
 
 def distance(a: Sequence[float], b: Sequence[float]) -> float:
+    """Return the root mean square of the differences, in nats a token."""
     return math.dist(a, b) / math.sqrt(len(a))
 
 

@@ -67,8 +67,8 @@ class WeightBroadcaster:
         self.versions.settle(agreed_policy)
 
     async def _until_taken(self, broadcast: Broadcast, superseded: Callable[[], bool]) -> None:
-        """Wait until an engine, which may connect later, has taken the version. Superseded;
-        ServerError after `start_s`."""
+        """Wait until an engine, which may connect later, has taken the version. Raises Superseded,
+        or ServerError after `start_s`."""
         versions, options = self.versions, self.options
         name, clock = broadcast.path.name, asyncio.get_running_loop().time
         end, remind_at = clock() + options.start_s, clock() + options.silent_s

@@ -29,6 +29,8 @@ _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class TensorSlot(NamedTuple):
+    """A tensor's position in the buckets."""
+
     name: str
     dtype_name: Literal["float32", "bfloat16", "float16"]
     shape: tuple[_Natural, ...]

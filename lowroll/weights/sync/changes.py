@@ -127,8 +127,8 @@ def apply(
     """Apply changes to an engine's storages in place, except to the norms that take noise: return
     those, clean.
 
-    Gap, or ValueError when they do not fit or lead to another digest. The engine's tensors are
-    unchanged then.
+    Raises Gap, or ValueError when they do not fit or lead to another digest. The engine's tensors
+    are unchanged then.
     """
     noisy_names = norm_names(rollout)
     targets = _targets(rollout)

@@ -44,7 +44,7 @@ class ProbedVllm:
     root: str
     context_length: int
     paths: frozenset[str]
-    processed: bool  # of the distribution that it draws from
+    processed: bool  # log-probs are of the distribution that it draws from
     cpu: bool | None  # None: unknown
     lora: bool  # adapters may be loaded while it runs
 
