@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from bench.harness import RESULTS, OneOf, SomeOf, here, merged, parser_of, say
-from lowroll.checkpoint.files import write_file
+from lowroll.checkpoint.atomic_files import write_file
 from lowroll.config import RunConfig, from_mapping
 
 Found = dict[str, Any]

@@ -1,7 +1,7 @@
 """Faults of a set-up, injected into a run, and what lowroll says of them: `python -m bench.faults`.
 
 A run of one step is made with each fault, and with none in several formats. What counts is what is said
-in the first step: warnings of `runs.suspects` and `trainer.guard`, or the error of `runs.rollouts` that
+in the first step: warnings of `runs.setup_faults` and `trainer.guard`, or the error of `runs.rollouts` that
 ends the run after the first update. A fault is named when its own word stands in one of them. Runs learn
 with AdamW at 1e-5 (LoRA: 1e-4).
 

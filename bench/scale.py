@@ -39,8 +39,8 @@ from bench import fakes, vocabulary
 from bench.harness import BASELINES, Results, Row, SomeOf, parser_of, running, say
 from bench.shapes import TINY
 from bench.worker import resident
-from lowroll.checkpoint.files import write_file
-from lowroll.checkpoint.publish import publish_folder
+from lowroll.checkpoint.atomic_files import write_file
+from lowroll.checkpoint.atomic_folders import publish_folder
 from lowroll.config.load import load
 from lowroll.runs.folder import CONFIG
 from lowroll.runs.roles.heartbeat import Heartbeat

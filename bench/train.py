@@ -50,7 +50,7 @@ from lowroll.trainer import recompute
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.step import LearnSettings, learn
 from lowroll.types import Batch
-from lowroll.weights import aligned
+from lowroll.weights import aligned_forward
 
 RANK, ALPHA, RATE = 16, 32, 1e-5
 STEPS = 3  # timed steps of a turn
@@ -128,7 +128,7 @@ def learner(job: Job) -> Transformer:
     else:
         model.requires_grad_(True)
     if job.fp8:
-        aligned.transpose(aligned.align(model, "fp8"))
+        aligned_forward.transpose(aligned_forward.align(model, "fp8"))
     return model
 
 

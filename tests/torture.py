@@ -57,7 +57,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from lowroll.checkpoint.publish import MANIFEST, DamagedError, verify_folder
+from lowroll.checkpoint.atomic_folders import MANIFEST, DamagedError, verify_folder
 from lowroll.metrics.record import read, reproducible
 from lowroll.runs import demo
 from lowroll.transport.rollout_log import read_rollouts

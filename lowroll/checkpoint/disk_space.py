@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from lowroll.checkpoint.files import is_disk_full
+from lowroll.checkpoint.atomic_files import is_disk_full
 from lowroll.types import RunFailed
 
 log = logging.getLogger(__name__)

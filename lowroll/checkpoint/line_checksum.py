@@ -12,7 +12,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from lowroll.checkpoint.files import read_file
+from lowroll.checkpoint.atomic_files import read_file
 
 FIELD = "crc"
 _CHECKSUM_SUFFIX = re.compile(rb', "crc": "([0-9a-f]{8})"\}$')

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lowroll.checkpoint.files import naming, write_all
+from lowroll.checkpoint.atomic_files import naming, write_all
 from lowroll.types import RunFailed
 
 LOCK = ".lock"

@@ -14,9 +14,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from lowroll.checkpoint.fault_injection import faultpoint
-from lowroll.checkpoint.files import sync_folder
-from lowroll.checkpoint.publish import (
+from lowroll.checkpoint.atomic_files import sync_folder
+from lowroll.checkpoint.atomic_folders import (
     MANIFEST,
     TEMPORARY,
     DamagedError,
@@ -24,6 +23,7 @@ from lowroll.checkpoint.publish import (
     remove_leftovers,
     verify_folder,
 )
+from lowroll.checkpoint.fault_injection import faultpoint
 
 log = logging.getLogger(__name__)
 

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowroll.checkpoint.fault_injection import faultpoint
-from lowroll.checkpoint.files import sync_folder
-from lowroll.checkpoint.publish import (
+from lowroll.checkpoint.atomic_files import sync_folder
+from lowroll.checkpoint.atomic_folders import (
     TEMPORARY,
     DamagedError,
     NotSyncedError,
@@ -31,6 +30,7 @@ from lowroll.checkpoint.publish import (
     remove_leftovers,
     verify_folder,
 )
+from lowroll.checkpoint.fault_injection import faultpoint
 from lowroll.checkpoint.replacement import foreign_in
 
 if TYPE_CHECKING:

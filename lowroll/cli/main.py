@@ -112,8 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _exit_code(error: Exception) -> int:
+    from lowroll.checkpoint.atomic_files import is_disk_full, is_of_machine
     from lowroll.checkpoint.disk_space import NO_ROOM
-    from lowroll.checkpoint.files import is_disk_full, is_of_machine
 
     if not is_of_machine(error):
         return 2

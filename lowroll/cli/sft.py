@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from lowroll.cli.ending import conclude
+from lowroll.cli.closing_lines import conclude
 from lowroll.cli.settings import (
     add_dry_run,
     add_folder_options,

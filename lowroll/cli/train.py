@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from lowroll.cli.ending import conclude
+from lowroll.cli.closing_lines import conclude
 from lowroll.cli.settings import add_folder_options, add_role_settings, read_role
 from lowroll.types import printable
 

@@ -17,7 +17,7 @@ import re
 from random import Random
 from typing import Any
 
-from lowroll.envs.answers import hash_answer, same_number
+from lowroll.envs.answers.equality import hash_answer, same_number
 from lowroll.envs.base import GeneratedEnvironment, bounded
 from lowroll.types import Prompt, Score
 

@@ -17,7 +17,7 @@ from random import Random
 from typing import Any
 
 from lowroll.envs.curriculum import Curriculum
-from lowroll.envs.outcome import InvalidScore, Outcome, Reply, as_score, awaited
+from lowroll.envs.return_values import InvalidScore, Outcome, Reply, as_score, awaited
 from lowroll.types import Message, Prompt, Score
 
 SPLITS = ("train", "test")

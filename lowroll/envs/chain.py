@@ -21,7 +21,7 @@ from random import Random
 from string import ascii_lowercase
 from typing import Any
 
-from lowroll.envs.answers import hash_answer, same_number
+from lowroll.envs.answers.equality import hash_answer, same_number
 from lowroll.envs.base import GeneratedEnvironment, bounded
 from lowroll.types import Prompt, Score
 

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from lowroll.envs.answers import Unjudged, boxed_answer, equal, last_answer, same_number
+from lowroll.envs.answers.equality import Unjudged, boxed_answer, equal, last_answer, same_number
 from lowroll.envs.base import Environment, bounded
 from lowroll.envs.rows import SplitRows
 from lowroll.types import Prompt, Score

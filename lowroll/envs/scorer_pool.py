@@ -38,8 +38,8 @@ from typing import Any
 
 from lowroll.envs import child
 from lowroll.envs.base import bounded
-from lowroll.envs.outcome import InvalidReply, as_messages
-from lowroll.envs.output import Output, readable
+from lowroll.envs.return_values import InvalidReply, as_messages
+from lowroll.envs.worker_output import Output, readable
 from lowroll.types import Message, Prompt, RunFailed, Score, ScoreError
 
 START_LIMIT = 60.0

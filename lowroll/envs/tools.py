@@ -15,7 +15,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lowroll.envs.base import Environment
-from lowroll.envs.outcome import Outcome, as_score, awaited
+from lowroll.envs.return_values import Outcome, as_score, awaited
 from lowroll.envs.time_limit import limited
 from lowroll.tool_calls import typed
 from lowroll.types import Message, Prompt, Score

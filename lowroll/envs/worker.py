@@ -23,7 +23,8 @@ from typing import Any, BinaryIO
 
 from lowroll.envs import child, user_errors
 from lowroll.envs.base import Environment, judge
-from lowroll.envs.outcome import (
+from lowroll.envs.reaper import fork_worker
+from lowroll.envs.return_values import (
     Inapplicable,
     InvalidScore,
     ScorerFailed,
@@ -31,7 +32,6 @@ from lowroll.envs.outcome import (
     as_score,
     awaited,
 )
-from lowroll.envs.reaper import fork_worker
 from lowroll.envs.table import construct, own_file
 from lowroll.types import Prompt, Score
 

@@ -16,12 +16,12 @@ from lowroll.kernels.attention import paged
 from lowroll.kernels.fused import avx2 as fused_avx2
 from lowroll.kernels.launch import triton_supports_device
 from lowroll.kernels.matmul import (
+    float32_by_int8,
     gemv,
-    limbs,
     streamed,
     w4_avx2,
     w4a16,
-    w8a8,
+    w8a8_cuda,
     w8a8_onednn,
     w8a8_vnni,
 )
@@ -77,7 +77,7 @@ def _torch_kernel(name: str = "plain torch") -> Kernel:
 
 
 def _scaled_mm(device: torch.device) -> Support:
-    return cuda_supports(device) and w8a8.scaled_mm_supports(device)
+    return cuda_supports(device) and w8a8_cuda.scaled_mm_supports(device)
 
 
 PRODUCTS: dict[str, tuple[Kernel, ...]] = {
@@ -131,8 +131,8 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
         Kernel(
             "matmul/limbs.cpp",
             "C++",
-            f"matrices of {limbs.LEAST:,} weights or more, on a CPU with AMX",
-            limbs.supports_device,
+            f"matrices of {float32_by_int8.LEAST:,} weights or more, on a CPU with AMX",
+            float32_by_int8.supports_device,
         ),
         _torch_kernel("the dequantized matrix"),
     ),

@@ -1,5 +1,5 @@
-"""An 8-bit KV cache: `kernels.attention.codes` in pages. Attention sees the stored codes in every
-phase, so recorded log-probs are those of the 8-bit cache.
+"""An 8-bit KV cache: `kernels.attention.quantized_cache` in pages. Attention sees the stored codes
+in every phase, so recorded log-probs are those of the 8-bit cache.
 
 `adapt` chooses the key channels that get a second code: of the pairs that RoPE rotates, those with
 the largest bias of the key projection, or the largest gain of the keys' norm; among equals the
@@ -15,8 +15,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lowroll.kernels.attention.codes import FINE, Codes, decode_keys, decode_values, encode
 from lowroll.kernels.attention.decode8 import paged_decode8
+from lowroll.kernels.attention.quantized_cache import (
+    FINE,
+    Codes,
+    decode_keys,
+    decode_values,
+    encode,
+)
 from lowroll.kv.batch import DecodeRows
 from lowroll.kv.cache import KVCache
 from lowroll.model.attention import AttentionInputs

@@ -23,7 +23,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from lowroll.checkpoint.files import append_line, read_file, write_file
+from lowroll.checkpoint.atomic_files import append_line, read_file, write_file
 from lowroll.checkpoint.line_checksum import FIELD, seal, unseal
 from lowroll.metrics.names import find
 

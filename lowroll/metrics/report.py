@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from lowroll.checkpoint.files import read_file, write_file
+from lowroll.checkpoint.atomic_files import read_file, write_file
 from lowroll.metrics.live import duration, guard_words
 from lowroll.metrics.names import METRICS, find
 from lowroll.metrics.page import REPORT_FILE, escape, is_report, page

@@ -25,7 +25,7 @@ from lowroll.model.attention import Attend, AttentionInputs
 from lowroll.model.families.base import DeltaSpec
 from lowroll.model.layers import LEARNER, Layers
 from lowroll.model.recurrence import convolve, delta_rule
-from lowroll.model.stream import Stream, dense
+from lowroll.model.residual_stream import Stream, dense
 
 UNIT_EPS = 1e-6  # added to the squared length
 

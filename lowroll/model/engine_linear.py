@@ -48,5 +48,5 @@ def refuse_gradient(x: Tensor) -> None:
     if x.requires_grad:
         raise ValueError(
             "the engine's arithmetic has no gradient; a learner multiplies with the dequantized "
-            "weights, or aligned (weights.aligned)"
+            "weights, or aligned (weights.aligned_forward)"
         )

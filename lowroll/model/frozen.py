@@ -1,7 +1,7 @@
 """Products with a frozen low-bit matrix, forward and backward.
 
 The matrix is dequantized for each product, but a CPU with AMX multiplies int8 codes, rotated or
-not, directly with float32's precision (`kernels.matmul.limbs`), packed once a direction.
+not, directly with float32's precision (`kernels.matmul.float32_by_int8`), packed once a direction.
 
 Legend: `model`.
 """
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.matmul import limbs, w8a8_onednn
+from lowroll.kernels.matmul import float32_by_int8, w8a8_onednn
 from lowroll.kernels.quantize.rotation import rotate
 from lowroll.kernels.quantize.rows import ROTATED
 from lowroll.quant import int8
@@ -33,7 +33,7 @@ def add_product(y_TN: Tensor, x_TK: Tensor, weight: QTensor) -> Tensor:
         return y_TN.addmm_(x_TK, weight.dequantize(x_TK.dtype).t())
     if weight.format == ROTATED:
         x_TK = rotate(x_TK)
-    return limbs.add_product(y_TN, x_TK, weight.derive("onednn", int8.pack))
+    return float32_by_int8.add_product(y_TN, x_TK, weight.derive("onednn", int8.pack))
 
 
 def input_gradient(grad_TN: Tensor, weight: QTensor) -> Tensor:
@@ -49,15 +49,17 @@ def add_input_gradient(x_grad_TK: Tensor, grad_TN: Tensor, weight: QTensor) -> T
         return x_grad_TK.addmm_(grad_TN, weight.dequantize(grad_TN.dtype))
     packed, scale_N = weight.derive("onednn of the transpose", _pack_transpose)
     if weight.format == ROTATED:  # the rotation is its own transpose
-        rotated_TK = limbs.add_product(torch.zeros_like(x_grad_TK), grad_TN, packed, scale_N)
+        rotated_TK = float32_by_int8.add_product(
+            torch.zeros_like(x_grad_TK), grad_TN, packed, scale_N
+        )
         return x_grad_TK.add_(rotate(rotated_TK))
-    return limbs.add_product(x_grad_TK, grad_TN, packed, scale_N)
+    return float32_by_int8.add_product(x_grad_TK, grad_TN, packed, scale_N)
 
 
 def _in_bytes(x: Tensor, weight: QTensor) -> bool:
     # by name: other formats' codes may mean more than codes times scales
     has_int8_codes = weight.format in (int8.Int8.name, ROTATED)
-    return has_int8_codes and bool(limbs.supports(x, weight.tensors["codes"]))
+    return has_int8_codes and bool(float32_by_int8.supports(x, weight.tensors["codes"]))
 
 
 def _pack_transpose(q: QTensor) -> tuple[w8a8_onednn.Packed, Tensor]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowroll.checkpoint.publish import publish_folder
+from lowroll.checkpoint.atomic_folders import publish_folder
 from lowroll.model.files import read_json
 from lowroll.quant.blocks import keeps
 from lowroll.types import printable

@@ -303,7 +303,7 @@ def save(
 ) -> Path:
     """Publish the model as a Hugging Face folder, atomically, with another folder's tokenizer
     files. FileExistsError for an existing folder; ValueError as `state`."""
-    from lowroll.checkpoint.publish import publish_folder
+    from lowroll.checkpoint.atomic_folders import publish_folder
 
     files = contents(model)
     return publish_folder(

@@ -22,8 +22,8 @@ from lowroll.kernels.quantize.rows import QuantizedRows
 from lowroll.model.attention import Attend, AttentionInputs
 from lowroll.model.layers import Layers
 from lowroll.model.linear import Linear
+from lowroll.model.residual_stream import RMSNorm, Stream, dense
 from lowroll.model.spec import ModelSpec
-from lowroll.model.stream import RMSNorm, Stream, dense
 
 NORM_EPS = 1e-6  # of the norms of latents, as in transformers
 

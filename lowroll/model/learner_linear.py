@@ -8,7 +8,7 @@ An aligned layer's gradient is straight-through, with constant scales:
 
     Y = lowbit(X, Q(W)) + b        dX = dY dequantize(Q(W))        dW = dY^T X        db = sum dY
 
-With codes of the transpose (`weights.aligned.transpose`), dX is a product of fp8 codes.
+With codes of the transpose (`weights.aligned_forward.transpose`), dX is a product of fp8 codes.
 
 Legend: `model`.
 """

@@ -40,9 +40,9 @@ class Linear(nn.Module):
             torch.empty(rows, in_features, device=device, dtype=dtype)
         )
         self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
-        # of a learner's forward (weights.aligned)
+        # of a learner's forward (weights.aligned_forward)
         self.aligned: QTensor | None = None
-        # of the gradient (weights.aligned)
+        # of the gradient (weights.aligned_forward)
         self.transposed: QTensor | None = None
         self.adapter: Adapter | None = None
         self.exact = False

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lowroll.model import adapter_base as bases
-from lowroll.model import card
+from lowroll.model import adapter_card
 from lowroll.model.adapter import Adapter
 from lowroll.model.adapter_base import read_adapter_config
 from lowroll.model.aliases import KNOWN
@@ -266,7 +266,7 @@ def save(
     """Publish the adapter as a PEFT folder, atomically, with another folder's tokenizer files.
     base: a folder or hub id. ValueError without an adapter, FileExistsError for an existing folder.
     """
-    from lowroll.checkpoint.publish import publish_folder
+    from lowroll.checkpoint.atomic_folders import publish_folder
 
     if all(linear.adapter is None for _, linear in model.linears()):
         raise ValueError("the model has no adapter to save")
@@ -276,7 +276,7 @@ def save(
         write(model, target, base, tokenizer_from, input_scale)
         base_is_folder = base and (Path(base) / "config.json").is_file()
         base_format = low_bit_format(Path(base)) if base_is_folder else None
-        card.write(target, base, bases.of(model, input_scale), base_format)
+        adapter_card.write(target, base, bases.of(model, input_scale), base_format)
 
     return publish_folder(Path(folder), write_all, {"kind": "adapter"})
 

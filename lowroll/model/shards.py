@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lowroll.checkpoint.files import naming
+from lowroll.checkpoint.atomic_files import naming
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

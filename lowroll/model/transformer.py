@@ -34,9 +34,9 @@ from lowroll.model.layers import LEARNER, Layers
 from lowroll.model.linear import Linear
 from lowroll.model.names import is_fixed, stored_parts
 from lowroll.model.recompute import remake
+from lowroll.model.residual_stream import RMSNorm, Stream, dense
 from lowroll.model.rope import head_order, inverse_frequencies, magnitudes, rotations
 from lowroll.model.spec import ModelSpec
-from lowroll.model.stream import RMSNorm, Stream, dense
 from lowroll.quant import mixed
 from lowroll.quant.formats import QTensor
 

@@ -12,8 +12,7 @@ behavior > C.
 
 from __future__ import annotations
 
-from lowroll.objectives.reduce import masked_mean
-from lowroll.objectives.surrogate import (
+from lowroll.objectives.ratios import (
     ObjectiveInput,
     TokenValues,
     clip,
@@ -21,6 +20,7 @@ from lowroll.objectives.surrogate import (
     truncate,
     weight_statistics,
 )
+from lowroll.objectives.reduce import masked_mean
 
 
 def acr(

@@ -25,6 +25,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowroll.objectives.ratios import (
+    ObjectiveInput,
+    TokenValues,
+    exp_ratio,
+    masked_max,
+    rejection_statistics,
+)
 from lowroll.objectives.reduce import (
     Sequences,
     masked_mean,
@@ -32,13 +39,6 @@ from lowroll.objectives.reduce import (
     sequence_mean,
     sequence_sum,
     token_counts,
-)
-from lowroll.objectives.surrogate import (
-    ObjectiveInput,
-    TokenValues,
-    exp_ratio,
-    masked_max,
-    rejection_statistics,
 )
 
 RATIO_TYPES = ("token", "sequence")

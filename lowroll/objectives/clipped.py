@@ -8,7 +8,7 @@ anchor, so that it also clips the sampler's error and collapses.
 
 from __future__ import annotations
 
-from lowroll.objectives.surrogate import ObjectiveInput, TokenValues, clip, policy_statistics
+from lowroll.objectives.ratios import ObjectiveInput, TokenValues, clip, policy_statistics
 
 
 def clipped(

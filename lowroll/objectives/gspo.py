@@ -12,7 +12,7 @@ baseline of QaRL.
 
 from __future__ import annotations
 
-from lowroll.objectives.surrogate import (
+from lowroll.objectives.ratios import (
     ObjectiveInput,
     TokenValues,
     clip,

@@ -21,13 +21,13 @@ import math
 
 import torch
 
-from lowroll.objectives.reduce import masked_mean
-from lowroll.objectives.surrogate import (
+from lowroll.objectives.ratios import (
     ObjectiveInput,
     TokenValues,
     masked_max,
     rejection_statistics,
 )
+from lowroll.objectives.reduce import masked_mean
 
 
 def ipo(

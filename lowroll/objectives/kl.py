@@ -20,8 +20,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lowroll.objectives.ratios import LOG_RATIO_LIMIT, as_floats, flatten
 from lowroll.objectives.reduce import Denominators, aggregate, masked_mean, sequences_of
-from lowroll.objectives.surrogate import LOG_RATIO_LIMIT, as_floats, flatten
 
 
 def k1(d: Tensor) -> Tensor:

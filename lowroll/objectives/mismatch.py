@@ -15,6 +15,7 @@ import math
 import torch
 from torch import Tensor
 
+from lowroll.objectives.ratios import as_floats, exp_ratio, flatten, masked_max
 from lowroll.objectives.reduce import (
     Sequences,
     masked_mean,
@@ -23,7 +24,6 @@ from lowroll.objectives.reduce import (
     sequences_of,
     token_counts,
 )
-from lowroll.objectives.surrogate import as_floats, exp_ratio, flatten, masked_max
 
 SHORTEST = 2  # responses of up to 2^SHORTEST tokens are one class
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowroll.objectives.ratios import TokenValues, as_floats, prepare
 from lowroll.objectives.reduce import Denominators, aggregate, count
 from lowroll.objectives.reweight import CorrectionWeights
-from lowroll.objectives.surrogate import TokenValues, as_floats, prepare
 from lowroll.objectives.table import ALGORITHMS, CORRECTIONS, ObjectiveRow, pair
 
 GIVEN = ("tokens", "counts")

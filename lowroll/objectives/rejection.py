@@ -15,8 +15,8 @@ import math
 import torch
 from torch import Tensor
 
+from lowroll.objectives.ratios import as_floats, exp_ratio, flatten
 from lowroll.objectives.reduce import masked_mean, sequence_any, sequences_of, token_counts
-from lowroll.objectives.surrogate import as_floats, exp_ratio, flatten
 
 
 def rejection(

@@ -35,16 +35,7 @@ import torch
 from torch import Tensor
 
 from lowroll.objectives.kl import ESTIMATORS
-from lowroll.objectives.reduce import (
-    Denominators,
-    Sequences,
-    masked_mean,
-    sequence_any,
-    sequence_from,
-    sequence_mean,
-    sequence_sum,
-)
-from lowroll.objectives.surrogate import (
+from lowroll.objectives.ratios import (
     ObjectiveInput,
     TokenValues,
     clip,
@@ -53,6 +44,15 @@ from lowroll.objectives.surrogate import (
     rejection_statistics,
     truncate,
     weight_statistics,
+)
+from lowroll.objectives.reduce import (
+    Denominators,
+    Sequences,
+    masked_mean,
+    sequence_any,
+    sequence_from,
+    sequence_mean,
+    sequence_sum,
 )
 from lowroll.objectives.table import RULES
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import math
 
+from lowroll.objectives.ratios import ObjectiveInput, TokenValues
 from lowroll.objectives.reduce import Denominators
 from lowroll.objectives.reweight import Bounds, CorrectionWeights, checked_bounds, correct, judge
-from lowroll.objectives.surrogate import ObjectiveInput, TokenValues
 
 
 def sparse(

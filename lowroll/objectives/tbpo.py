@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import torch
 
-from lowroll.objectives.reduce import masked_mean, sequence_any, sequence_mean
-from lowroll.objectives.surrogate import (
+from lowroll.objectives.ratios import (
     ObjectiveInput,
     TokenValues,
     clip,
@@ -29,6 +28,7 @@ from lowroll.objectives.surrogate import (
     sequence_ratio,
     weight_statistics,
 )
+from lowroll.objectives.reduce import masked_mean, sequence_any, sequence_mean
 
 
 def tbpo(

@@ -8,7 +8,7 @@ w = exp(proximal - behavior) is a constant of the gradient. `tis` has C = 2, Fla
 
 from __future__ import annotations
 
-from lowroll.objectives.surrogate import (
+from lowroll.objectives.ratios import (
     ObjectiveInput,
     TokenValues,
     clip,

@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowroll.objectives.ratios import as_floats, flatten
 from lowroll.objectives.reduce import Denominators, aggregate, masked_mean, sequences_of
-from lowroll.objectives.surrogate import as_floats, flatten
 
 
 def value_loss(

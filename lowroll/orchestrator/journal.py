@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lowroll.checkpoint.atomic_files import naming, read_file, sync_folder, write_all
 from lowroll.checkpoint.fault_injection import faultpoint
-from lowroll.checkpoint.files import naming, read_file, sync_folder, write_all
 from lowroll.checkpoint.line_checksum import seal, unseal
 
 Event = dict[str, Any]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.matmul import w8a8_float32, w8a8_onednn, w8a8_vnni
-from lowroll.kernels.matmul.w8a8 import multiply
+from lowroll.kernels.matmul.w8a8_cuda import multiply
 from lowroll.kernels.quantize.quantize8 import quantize_rows_into
 from lowroll.kernels.quantize.rows import Product, QuantizedRows, quantize_rows
 from lowroll.quant.formats import QTensor, divide, nonzero

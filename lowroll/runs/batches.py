@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lowroll.config import RunConfig
 from lowroll.engine.base import replayed
 from lowroll.kv.policy.base import CachePolicy
-from lowroll.kv.saving import saving
+from lowroll.kv.tokens_saved import saving
 from lowroll.orchestrator.conversations import Conversations
 from lowroll.orchestrator.interfaces import BatchSender, PhaseProgress, WeightsWatch
 from lowroll.orchestrator.journal import Journal

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from lowroll.checkpoint.files import write_file
+from lowroll.checkpoint.atomic_files import write_file
 from lowroll.config import RunConfig
 from lowroll.model.files import read_json
 from lowroll.model.folder import resolve

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from lowroll.checkpoint.publish import read_meta
+from lowroll.checkpoint.atomic_folders import read_meta
 from lowroll.checkpoint.store import Checkpoint, check_pieces
 from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.runs import identity

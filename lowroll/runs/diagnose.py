@@ -5,7 +5,7 @@ Tokens are drawn once, and scored at points from the engine to the learner:
 
     decode    recorded by the engine while it drew them, under its KV cache
     prefill   the engine's weights again, a whole sequence at a time, without any cache
-    aligned   the learner's forward in the engine's low-bit arithmetic (`weights.aligned`)
+    aligned   the learner's forward in the engine's low-bit arithmetic (`weights.aligned_forward`)
     quantized the same on the dequantized matrices, where the format rounds activations
     dense     the learner's own forward; `fp8` or `nvfp4` if `train.forward` differs from the rollouts
 
@@ -40,7 +40,7 @@ from lowroll.checkpoint.store import Checkpoint, Store
 from lowroll.config import RunConfig
 from lowroll.engine.base import Capabilities, Engine
 from lowroll.kv.capacity import Workload
-from lowroll.kv.saving import saving
+from lowroll.kv.tokens_saved import saving
 from lowroll.model.scoring import score
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
@@ -53,7 +53,7 @@ from lowroll.runs.calibration import first_requests
 from lowroll.runs.monitor import fallen_to
 from lowroll.trainer.state import restore_weights
 from lowroll.types import Request
-from lowroll.weights import aligned
+from lowroll.weights import aligned_forward
 
 CAUSES = ("weights", "rounding", "kernels", "kv", "staleness")
 ADVICE = {
@@ -277,16 +277,16 @@ def learner_points(
     _align(model, format)
     points = {"aligned": scored()}
     last_point = "dense" if forward in ("aligned", format) else forward
-    with aligned.suspended(model):
+    with aligned_forward.suspended(model):
         if last_point != "dense":
-            aligned.align(model, last_point)
+            aligned_forward.align(model, last_point)
         learner_scores = scored()
     if _rounds_activations(model):
         if model.weight_format is not None and last_point == "dense":
             # An adapter's base is the codes' matrices: its dense forward rounds nothing.
             points["quantized"] = learner_scores
         else:
-            with aligned.dequantized(model):
+            with aligned_forward.dequantized(model):
                 points["quantized"] = scored()
     points[last_point] = learner_scores  # last, in the order of `attribute`
     return points
@@ -301,9 +301,9 @@ def _align(model: Transformer, format: str) -> None:
     base = model.weight_format
     if base not in (None, format) and get_format(format).dense:
         # After a guard's fallback under LoRA the engine has the base's values.
-        aligned.realign(model, format)
+        aligned_forward.realign(model, format)
     else:
-        aligned.align(model, format)
+        aligned_forward.align(model, format)
 
 
 def _with_formats(

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 
-from lowroll.checkpoint.publish import publish_folder
+from lowroll.checkpoint.atomic_folders import publish_folder
 from lowroll.checkpoint.store import Checkpoint, Store
 from lowroll.config import RunConfig, load
-from lowroll.model import adapter_base, card, hf, lora, stacked
+from lowroll.model import adapter_base, adapter_card, hf, lora, stacked
 from lowroll.model.adapter_base import base_of
 from lowroll.model.folder import resolve
 from lowroll.model.headers import low_bit_format, read_folder_layout
@@ -214,7 +214,7 @@ def _save_rollout(rollout: Transformer, out: Path, source: Path) -> str | None:
         hf.write(base_files, target / "base", source)
         base_path = str(out.absolute() / "base")
         lora.write(rollout, target, base=base_path, tokenizer_from=source)
-        card.write(target, base_path, adapter_base.of(rollout, 1.0))
+        adapter_card.write(target, base_path, adapter_base.of(rollout, 1.0))
 
     publish_folder(out, write, {"kind": "adapter"})
     return _compatibility_note(rollout)

@@ -18,10 +18,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from lowroll.checkpoint.atomic_files import write_file
+from lowroll.checkpoint.atomic_folders import read_meta
 from lowroll.checkpoint.disk_space import Space
-from lowroll.checkpoint.files import write_file
 from lowroll.checkpoint.lock import LOCK
-from lowroll.checkpoint.publish import read_meta
 from lowroll.checkpoint.replacement import (
     foreign_in,
     remove_published,

@@ -52,7 +52,7 @@ def run(
     {"train.max_steps": 20}.
 
     In Python an environment's `id` may be a class, `reward_funcs` functions, and `data` rows
-    (`lowroll.envs.cells`).
+    (`lowroll.envs.notebook_files`).
 
     ValueError, before training, names the invalid setting, model, data or folder. A folder with a
     begun run is refused; `resume` continues its newest undamaged checkpoint; `overwrite` replaces

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lowroll
-from lowroll.checkpoint.publish import MANIFEST
+from lowroll.checkpoint.atomic_folders import MANIFEST
 from lowroll.config import RunConfig, load
 from lowroll.envs.data.rows import is_hub_id
 from lowroll.metrics.record import read

@@ -29,18 +29,18 @@ from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.quant.budget import is_budget
 from lowroll.runs import budget, identity
 from lowroll.runs.assembly import models, trainer
-from lowroll.runs.assembly.about import about
 from lowroll.runs.assembly.compute import Compute
+from lowroll.runs.assembly.description import about
 from lowroll.runs.checkpointing import Checkpointing, State, Tensors
 from lowroll.runs.monitor import Monitor
 from lowroll.runs.policy_gap import excerpt, newest_batch, publish_adapter
+from lowroll.runs.setup_faults import suspects
 from lowroll.runs.stages import Stages
-from lowroll.runs.suspects import suspects
 from lowroll.trainer.guard import Guard
 from lowroll.trainer.loop import Trainer
+from lowroll.trainer.mismatch_probe import probe
 from lowroll.trainer.muon import hidden_matrices
 from lowroll.trainer.optim import Optimizer
-from lowroll.trainer.probe import probe
 from lowroll.transport.base import RolloutReceiver
 from lowroll.types import Batch
 from lowroll.weights.publish import digest

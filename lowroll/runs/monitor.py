@@ -12,7 +12,7 @@ from lowroll.config.auto import rollouts_of
 from lowroll.quant import mixed
 from lowroll.runs.assembly import trainer
 from lowroll.trainer.guard import TIGHTENING, rescale
-from lowroll.trainer.probe import Probe
+from lowroll.trainer.mismatch_probe import Probe
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lowroll.checkpoint.publish import publish_folder
+from lowroll.checkpoint.atomic_folders import publish_folder
 from lowroll.config import RunConfig
-from lowroll.model import adapter_base, card, hf, lora
+from lowroll.model import adapter_base, adapter_card, hf, lora
 from lowroll.model.device import free_memory
 from lowroll.model.folder import resolve
 from lowroll.model.headers import low_bit_format
@@ -22,7 +22,7 @@ from lowroll.quant.formats import stored_format
 from lowroll.transport.codec import CodecError
 from lowroll.transport.rollout_log import read_rollouts, rollout_files
 from lowroll.types import Batch, Sample
-from lowroll.weights import aligned, noise
+from lowroll.weights import aligned_forward, noise
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def publish_adapter(
         if batch and is_base_changed:
             gap = _measure_gap(source, target, model, batch)
         measured = "" if gap is None else f"Measured: {gap}."
-        card.write(target, cfg.model, trained_base, low_bit_name, measured)
+        adapter_card.write(target, cfg.model, trained_base, low_bit_name, measured)
 
     publish_folder(out, write, {"kind": "adapter", "step": step})
     return gap
@@ -116,7 +116,7 @@ def excerpt(batch: Batch, most: int = 4096) -> Batch | None:
 
 def scores(model: Transformer, batch: Batch) -> Tensor:
     """Return `token_scores` of the dense forward, without noise."""
-    with aligned.suspended(model), noise.muted(model):
+    with aligned_forward.suspended(model), noise.muted(model):
         return token_scores(model, batch, batch.temperature)
 
 

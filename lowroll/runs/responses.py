@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowroll.checkpoint.files import append_line, write_file
+from lowroll.checkpoint.atomic_files import append_line, write_file
 from lowroll.checkpoint.line_checksum import read_objects, seal
 from lowroll.orchestrator.examples import Example, ExampleResponse
 from lowroll.orchestrator.prompt_source import PromptDraw

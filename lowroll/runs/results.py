@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from lowroll.checkpoint.files import write_file
+from lowroll.checkpoint.atomic_files import write_file
 from lowroll.config import RunConfig
 from lowroll.metrics.failures import Attempt, Failure, failure_page
 from lowroll.metrics.page import transcript

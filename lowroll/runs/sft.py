@@ -24,8 +24,8 @@ from lowroll.quant.budget import is_budget
 from lowroll.quant.table import DEFAULT
 from lowroll.runs import budget
 from lowroll.runs.assembly import engines, environments, models
-from lowroll.runs.assembly.about import about, learned
 from lowroll.runs.assembly.compute import Compute
+from lowroll.runs.assembly.description import about, learned
 from lowroll.runs.assembly.settings_from_config import Mirror
 from lowroll.runs.attempt import RunResult, attempt, run_steps, tell
 from lowroll.runs.checkpointing import Checkpointing

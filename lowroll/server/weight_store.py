@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowroll.checkpoint.publish import MANIFEST, published_files, read_meta, verify_folder
+from lowroll.checkpoint.atomic_folders import MANIFEST, published_files, read_meta, verify_folder
 from lowroll.engine.base import Capabilities
 from lowroll.server.protocol import wrong_field
 from lowroll.transport.base import TransportError

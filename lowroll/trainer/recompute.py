@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowroll.model.attention import Attend
 from lowroll.model.recompute import remaking
-from lowroll.model.stream import Stream
+from lowroll.model.residual_stream import Stream
 from lowroll.model.transformer import Block, Transformer, run_block, whole
 
 

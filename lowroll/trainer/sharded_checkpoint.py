@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lowroll.checkpoint.files import system_error
+from lowroll.checkpoint.atomic_files import system_error
 from lowroll.checkpoint.store import write_part
 from lowroll.parallel.ranks import Ranks
 from lowroll.transport.base import TransportError

@@ -11,7 +11,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from lowroll.checkpoint.files import read_file, write_file
+from lowroll.checkpoint.atomic_files import read_file, write_file
 from lowroll.checkpoint.line_checksum import seal, unseal_lines
 from lowroll.transport.codec import CodecError, decode_batch, encode_batch
 from lowroll.types import Batch

@@ -12,8 +12,8 @@ import os
 import re
 from pathlib import Path
 
+from lowroll.checkpoint.atomic_files import naming, read_file, sync_folder, write_file
 from lowroll.checkpoint.fault_injection import faultpoint
-from lowroll.checkpoint.files import naming, read_file, sync_folder, write_file
 from lowroll.transport.base import Cursor, DamagedFrame, Fenced, FrameGone, TransportError
 from lowroll.transport.frame import check_frame, decode_frame, encode_frame
 from lowroll.transport.messages import (

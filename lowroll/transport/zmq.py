@@ -25,8 +25,8 @@ from typing import Any
 
 import zmq
 
+from lowroll.checkpoint.atomic_files import read_file, write_file
 from lowroll.checkpoint.fault_injection import faultpoint
-from lowroll.checkpoint.files import read_file, write_file
 from lowroll.transport.base import (
     ChannelClosed,
     Cursor,
@@ -39,7 +39,7 @@ from lowroll.transport.base import (
     check_deadline,
 )
 from lowroll.transport.codec import MAX_BYTES
-from lowroll.transport.curve import set_client_keys, set_server_keys, start_authenticator
+from lowroll.transport.encryption import set_client_keys, set_server_keys, start_authenticator
 from lowroll.transport.filesystem import Sender as FolderSender
 from lowroll.transport.frame import decode_frame
 from lowroll.transport.messages import (

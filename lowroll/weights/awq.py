@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from lowroll.model.linear import Linear
-from lowroll.model.stream import RMSNorm
+from lowroll.model.residual_stream import RMSNorm
 from lowroll.model.transformer import Block, Transformer, whole
 from lowroll.quant.formats import Format, get_format
 from lowroll.weights.blockwise import Chunk, check, embed_in_chunks, input_of, multiplying, plain

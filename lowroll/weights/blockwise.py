@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lowroll.model.attention import Attend
 from lowroll.model.linear import Linear
+from lowroll.model.residual_stream import Stream
 from lowroll.model.spec import ModelSpec
-from lowroll.model.stream import Stream
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import Format, QTensor
 

@@ -33,7 +33,7 @@ from lowroll.quant import mixed
 from lowroll.quant.budget import Budget
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.quant.table import OWN
-from lowroll.weights.aligned import quantized
+from lowroll.weights.aligned_forward import quantized
 from lowroll.weights.blockwise import check_dense, input_of, multiplying
 
 # tokens in all, and of each sequence, for single layers

@@ -5,7 +5,7 @@ show writes in place by kernels and gathers of shards."""
 from __future__ import annotations
 
 from lowroll.model.transformer import Transformer
-from lowroll.weights import aligned
+from lowroll.weights import aligned_forward
 
 
 def renew(model: Transformer) -> None:
@@ -14,4 +14,4 @@ def renew(model: Transformer) -> None:
     for _, linear in model.linears():
         if linear.adapter is not None:
             linear.adapter.changed()
-    aligned.refresh(model)
+    aligned_forward.refresh(model)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from lowroll.model.linear import Linear
-from lowroll.model.stream import Stream
+from lowroll.model.residual_stream import Stream
 from lowroll.model.transformer import Block, Transformer
 from lowroll.quant.formats import Format, QTensor, get_format
 from lowroll.quant.grid import Grid, Gridded

@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 from lowroll.model import scaling
+from lowroll.model.residual_stream import RMSNorm
 from lowroll.model.spec import ModelSpec
-from lowroll.model.stream import RMSNorm
 from lowroll.model.transformer import Block, Transformer
 
 

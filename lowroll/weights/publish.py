@@ -26,7 +26,7 @@ from lowroll.quant import mixed
 from lowroll.quant.dense import over
 from lowroll.quant.formats import QTensor, get_format, stored_format
 from lowroll.quant.table import STORED
-from lowroll.weights.aligned import quantized
+from lowroll.weights.aligned_forward import quantized
 from lowroll.weights.noise import Noise, draw, noisy_norms
 
 log = logging.getLogger(__name__)

@@ -23,9 +23,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowroll.checkpoint.fault_injection import VARIABLE, observers
-from lowroll.checkpoint.lock import RunLock, RunLockedError
-from lowroll.checkpoint.publish import (
+from lowroll.checkpoint.atomic_folders import (
     TEMPORARY,
     DamagedError,
     DiskFullError,
@@ -33,6 +31,8 @@ from lowroll.checkpoint.publish import (
     publish_folder,
     verify_folder,
 )
+from lowroll.checkpoint.fault_injection import VARIABLE, observers
+from lowroll.checkpoint.lock import RunLock, RunLockedError
 from lowroll.checkpoint.store import Store
 from tests.fixtures.states import state_of, tensors_of
 

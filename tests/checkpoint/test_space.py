@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import lowroll
+from lowroll.checkpoint.atomic_files import append_line, write_file
 from lowroll.checkpoint.disk_space import Space
 from lowroll.checkpoint.fault_injection import VARIABLE, observers
-from lowroll.checkpoint.files import append_line, write_file
 from lowroll.config import from_mapping
 from lowroll.metrics.record import Recorder, read
 from lowroll.runs import demo

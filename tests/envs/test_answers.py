@@ -15,8 +15,8 @@ import pytest
 import sympy
 
 from bench import scoring
-from lowroll.envs import expressions
-from lowroll.envs.answers import Unjudged, boxed_answer, equal, hash_answer
+from lowroll.envs.answers import expressions
+from lowroll.envs.answers.equality import Unjudged, boxed_answer, equal, hash_answer
 from lowroll.envs.problems import final_answer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -485,9 +485,9 @@ def test_large_and_unfinished_golds_are_judged(gold, same, other):
 
 
 def test_time_for_an_answer_is_bounded_and_then_it_is_wrong(monkeypatch):
-    from lowroll.envs import answers, expressions
+    from lowroll.envs.answers import equality, expressions
 
-    monkeypatch.setattr(answers, "MAX_SECONDS", 0.1)
+    monkeypatch.setattr(equality, "MAX_SECONDS", 0.1)
 
     def spin(*_):
         while True:
@@ -511,7 +511,7 @@ def test_time_for_an_answer_is_bounded_and_then_it_is_wrong(monkeypatch):
 def test_a_thousand_ordinary_scorings():
     code = r"""
 import random, time
-from lowroll.envs.answers import equal, Unjudged
+from lowroll.envs.answers.equality import equal, Unjudged
 start, rng = time.process_time(), random.Random(0)
 kinds = [lambda: f"{rng.randrange(9999)}", lambda: f"{rng.randrange(99)}.{rng.randrange(99)}",
          lambda: r"\frac{%d}{%d}" % (rng.randrange(99), rng.randrange(2, 99)), lambda: r"%d\sqrt{%d}" % (

@@ -12,7 +12,7 @@ import pytest
 
 import lowroll
 from lowroll.envs import make
-from lowroll.envs.cells import as_file
+from lowroll.envs.notebook_files import as_file
 from lowroll.runs import demo
 from tests.fixtures.runs import TINY, settings
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from lowroll.envs import make
-from lowroll.envs.answers import boxed_answer, equal, hash_answer, last_answer, same_number
+from lowroll.envs.answers.equality import boxed_answer, equal, hash_answer, last_answer, same_number
 from lowroll.envs.base import split_of
 from lowroll.envs.problems import perturb, problem_of
 from lowroll.envs.reverse_text import lcs_length, lcs_ratio

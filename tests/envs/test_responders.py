@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lowroll.envs.outcome import InvalidReply, as_messages
+from lowroll.envs.return_values import InvalidReply, as_messages
 from lowroll.envs.scorer_pool import ScorerPool, _decode
 from lowroll.tool_calls import MOST_DEPTH
 from lowroll.types import Prompt, ScoreError

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowroll.envs.answers import Unjudged, boxed_answer, equal, hash_answer, last_answer
+from lowroll.envs.answers.equality import Unjudged, boxed_answer, equal, hash_answer, last_answer
 
 HIDDEN = "\u200b"  # a space of no width
 

@@ -566,7 +566,7 @@ def test_answers_that_cannot_be_judged_are_wrong_also_where_the_worker_must_be_k
     (tmp_path / "m.jsonl").write_text('{"problem": "q", "answer": "x+1"}\n')
     (tmp_path / "slow_math.py").write_text("""
 import time
-from lowroll.envs import answer_limits, expressions, forms  # else the first judgement imports them
+from lowroll.envs.answers import expressions, forms, limits  # else the first judgement imports them
 from lowroll.envs.math import Math
 class Slow(Math):
     def score(self, prompt, text):

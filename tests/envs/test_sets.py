@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from lowroll.envs.sets.choices import choice
-from lowroll.envs.sets.hidden import cases, pickled_text
+from lowroll.envs.sets.livecodebench_tests import cases, pickled_text
 from lowroll.envs.sets.table import CLASSES, RULES, SETS, SUITES, chosen
 from lowroll.envs.table import make
 
@@ -312,10 +312,10 @@ def test_a_hostile_column_is_refused(
 
 def test_what_unpacks_to_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     column = packed([case("1", "2")])
-    monkeypatch.setattr("lowroll.envs.sets.hidden.MAX_DECODED", 20)
+    monkeypatch.setattr("lowroll.envs.sets.livecodebench_tests.MAX_DECODED", 20)
     with pytest.raises(ValueError, match="hold more than 20 bytes"):
         cases(column)
-    monkeypatch.setattr("lowroll.envs.sets.hidden.MAX_ENCODED", 10)
+    monkeypatch.setattr("lowroll.envs.sets.livecodebench_tests.MAX_ENCODED", 10)
     with pytest.raises(ValueError, match="characters of test cases, more than 10"):
         cases(column)
 

@@ -12,7 +12,7 @@ import torch
 
 from lowroll.model import hf
 from lowroll.model.transformer import Transformer
-from lowroll.weights import aligned
+from lowroll.weights import aligned_forward
 from lowroll.weights.publish import digest, rollout_copy
 from lowroll.weights.sync.base import read_broadcast
 from lowroll.weights.sync.changes import Shadow, apply
@@ -88,13 +88,13 @@ def version_of(learner: Transformer, version: int) -> int:
 
 def test_changed_codes_are_found_and_written_on_the_device(tmp_path: Path) -> None:
     learner = hf.load(hf_folder(tmp_path / "model"), "cuda:0").requires_grad_(True)
-    aligned.align(learner, "int8")
+    aligned_forward.align(learner, "int8")
     rollout = rollout_copy(learner, "int8", torch.bfloat16)
     shadow = Shadow(learner, "int8", torch.bfloat16)
     shadow.renew(0)
     for version in (1, 2, 3):
         nudge(learner, version, 1e-3)
-        aligned.refresh(learner)
+        aligned_forward.refresh(learner)
         stream, changes = shadow.changes()
         norms = apply(rollout, {n: t.cuda() for n, t in stream.items()}, changes)
         with torch.no_grad():

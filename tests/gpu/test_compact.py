@@ -15,7 +15,7 @@ from lowroll.kernels import launch
 from lowroll.kernels.kv_eviction import score
 from lowroll.kernels.kv_eviction.choose import best_and_last
 from lowroll.kernels.kv_eviction.move import move
-from lowroll.kernels.kv_eviction.watch import add_attended, remember
+from lowroll.kernels.kv_eviction.recording import add_attended, remember
 from lowroll.kv.batch import DecodeRows
 from lowroll.kv.policy.h2o import attended
 from lowroll.kv.policy.rkv import RKV

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowroll.kernels.attention.decode import paged_decode, write_pages
 from lowroll.kernels.sampling.draw import draw
-from lowroll.kernels.sampling.tiles import TILE
+from lowroll.kernels.sampling.tile_statistics import TILE
 from tests.fixtures.decode import Case
 from tests.fixtures.gumbel import short_of_best
 

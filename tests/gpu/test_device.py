@@ -16,7 +16,7 @@ from torch import Tensor
 
 import lowroll
 from lowroll import Engine, Request
-from lowroll.kernels.matmul import w8a8
+from lowroll.kernels.matmul import w8a8_cuda
 from lowroll.kernels.quantize.rows import quantize_rows
 from lowroll.model import hf, lora
 from lowroll.model.attention import AttentionInputs, varlen
@@ -193,7 +193,7 @@ def test_low_bit_codes_values_and_products_are_the_cpus(name: str, shape: tuple[
 def test_fp8_products_are_the_devices(shape: tuple[int, int]) -> None:
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this device has no e4m3 product")
-    assert w8a8.scaled_mm_supports(torch.device("cuda", 0))
+    assert w8a8_cuda.scaled_mm_supports(torch.device("cuda", 0))
     torch.manual_seed(0)
     codes_NK, codes_MK = (
         fp8.to_e4m3(torch.randn(shape).cuda() * 99),
@@ -202,7 +202,7 @@ def test_fp8_products_are_the_devices(shape: tuple[int, int]) -> None:
     exact = codes_MK.double() @ codes_NK.double().t()
     bound = 1e-3 * codes_MK.double().norm(dim=-1, keepdim=True) * codes_NK.double().norm(dim=-1)
     assert (
-        (w8a8.e4m3_sums(codes_MK, codes_NK, torch.float32).double() - exact).abs() <= bound
+        (w8a8_cuda.e4m3_sums(codes_MK, codes_NK, torch.float32).double() - exact).abs() <= bound
     ).all()
 
 

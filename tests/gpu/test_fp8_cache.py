@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lowroll import Engine, Request
 from lowroll.kernels.attention import paged
-from lowroll.kernels.attention.codes import Codes, encode
 from lowroll.kernels.attention.decode8 import paged_decode8
+from lowroll.kernels.attention.quantized_cache import Codes, encode
 from lowroll.kv.fp8 import Float8Cache
 from lowroll.kv.policy.table import make
 from tests.fixtures.decode8 import Case8

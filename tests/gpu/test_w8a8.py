@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowroll.kernels.matmul import gemv, integers, w8a8
+from lowroll.kernels.matmul import gemv, w8a8_cuda, w8a8_triton
 from lowroll.kernels.quantize.quantize8 import quantize_columns_into, quantize_rows_into
 from lowroll.kernels.quantize.rows import E4M3, QuantizedRows, quantize_rows
 from lowroll.kernels.quantize.rows import _plain as rows_of
@@ -58,21 +58,21 @@ def test_integer_products_are_exact(shape: tuple[int, int], dtype: torch.dtype) 
             (rows.codes_MK.double() @ codes.double().t()).float() * scale.t() * rows.scale_M1 + bias
         ).to(dtype)
         for _ in range(2):
-            assert torch.equal(w8a8.multiply(rows, codes, scale, bias).dense(), want), num_rows
-    assert all(not counters.any() for counters in integers._TURNS.values())
+            assert torch.equal(w8a8_cuda.multiply(rows, codes, scale, bias).dense(), want), num_rows
+    assert all(not counters.any() for counters in w8a8_triton._TURNS.values())
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_e4m3_products(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """The bound: what the device's sums lose, and two roundings to the dtype."""
-    if not w8a8.scaled_mm_supports(torch.device("cuda", 0)):
+    if not w8a8_cuda.scaled_mm_supports(torch.device("cuda", 0)):
         pytest.skip("this device has no e4m3 product")
     for num_rows in ROWS:
         rows, codes, scale, bias = problem("fp8", num_rows, shape, dtype)
         x, w = rows.codes_MK.double() * rows.scale_M1, codes.double() * scale
         exact, norms = x @ w.t() + bias, x.norm(dim=1, keepdim=True) * w.norm(dim=1)
-        error = (w8a8.multiply(rows, codes, scale, bias).dense().double() - exact).abs()
+        error = (w8a8_cuda.multiply(rows, codes, scale, bias).dense().double() - exact).abs()
         assert (error <= 2 * torch.finfo(dtype).eps * (exact.abs() + bias) + 1e-3 * norms).all(), (
             num_rows
         )
@@ -82,30 +82,30 @@ def test_e4m3_products(shape: tuple[int, int], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("num_rows", [1, 16, 64, 256])
 def test_products_replay_in_a_graph(kind: str, num_rows: int) -> None:
     rows, codes, scale, bias = problem(kind, num_rows, (3584, 1024), torch.bfloat16)
-    eager = w8a8.multiply(rows, codes, scale, bias).dense()
+    eager = w8a8_cuda.multiply(rows, codes, scale, bias).dense()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        first = w8a8.multiply(rows, codes, scale, bias).dense()
-        second = w8a8.multiply(rows, codes, scale, bias).dense()
+        first = w8a8_cuda.multiply(rows, codes, scale, bias).dense()
+        second = w8a8_cuda.multiply(rows, codes, scale, bias).dense()
     for _ in range(3):
         first.zero_(), second.zero_()
         graph.replay()
         assert torch.equal(first, eager) and torch.equal(second, eager)
     rows.codes_MK.copy_(rows.codes_MK.flip(1))
     graph.replay()
-    assert torch.equal(first, w8a8.multiply(rows, codes, scale, bias).dense()) and not torch.equal(
-        first, eager
-    )
+    assert torch.equal(
+        first, w8a8_cuda.multiply(rows, codes, scale, bias).dense()
+    ) and not torch.equal(first, eager)
 
 
 def test_few_rows_are_those_of_more() -> None:
     """A row of int8 alone is the row in a batch, though two kernels take part."""
     rows, codes, scale, bias = problem("int8", 64, (4608, 3584), torch.bfloat16)
-    batch = w8a8.multiply(rows, codes, scale, bias).dense()
+    batch = w8a8_cuda.multiply(rows, codes, scale, bias).dense()
     for size in (1, 2, 4, 5, 16, 32):
         part = QuantizedRows(rows.codes_MK[:size], rows.scale_M1[:size])
         assert gemv.supports(part.codes_MK, codes) == (size <= gemv.MOST[torch.int8])
-        assert torch.equal(w8a8.multiply(part, codes, scale, bias).dense(), batch[:size])
+        assert torch.equal(w8a8_cuda.multiply(part, codes, scale, bias).dense(), batch[:size])
 
 
 @pytest.mark.parametrize("kind", ["int8", "int8_rotated", "fp8"])

@@ -94,11 +94,11 @@ BROAD = {  # handlers of every error that do not end in a raise
         "_reward_or_error",
     ): "an environment's own scorer: validate reports what it does",
     (
-        "envs/expressions.py",
+        "envs/answers/expressions.py",
         "_gold_tree",
     ): "the parser has no class of its own for what it cannot read; it is logged",
     ("envs/generator.py", "main"): "the other side of the pipe raises it",
-    ("envs/outcome.py", "_show"): "a value's own repr",
+    ("envs/return_values.py", "_show"): "a value's own repr",
     ("envs/tools.py", "_answer"): "a tool's own code: the model is told, and goes on",
     (
         "envs/verifiers/tasksets.py",
@@ -130,7 +130,7 @@ ENDLESS = {  # waits without a time, and what looks like one
     ("engine/remote/router.py", "_done"): "of a task that has ended",
     ("engine/remote/http_client.py", "happens_within"): "inside of a timeout",
     ("engine/remote/replica_set.py", "report_failure"): "of a task that is done: it calls this",
-    ("envs/outcome.py", "awaited"): "in a worker, which the pool ends at its deadline",
+    ("envs/return_values.py", "awaited"): "in a worker, which the pool ends at its deadline",
     ("envs/sandbox/jail.py", "_leave"): "the socket has a time",
     ("envs/sandbox/jail.py", "main"): "the socket has a time",
     ("kernels/launch.py", "early"): "a ContextVar's get",

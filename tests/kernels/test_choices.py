@@ -23,17 +23,17 @@ from torch.overrides import TorchFunctionMode
 
 from lowroll.kernels import checksum, dispatch, launch, nvcc
 from lowroll.kernels.attention import paged
-from lowroll.kernels.attention.codes import Codes
 from lowroll.kernels.attention.decode import paged_decode, write_pages
 from lowroll.kernels.attention.decode8 import paged_decode8
+from lowroll.kernels.attention.quantized_cache import Codes
 from lowroll.kernels.fused.norm import add_rms_norm
 from lowroll.kernels.fused.rope import rotate_heads
 from lowroll.kernels.fused.swiglu import silu_mul
 from lowroll.kernels.kv_eviction import score
 from lowroll.kernels.kv_eviction.choose import best_and_last
 from lowroll.kernels.kv_eviction.move import move
-from lowroll.kernels.kv_eviction.watch import add_attended, add_supports, remember
-from lowroll.kernels.matmul import integers, streamed, w8a8
+from lowroll.kernels.kv_eviction.recording import add_attended, add_supports, remember
+from lowroll.kernels.matmul import streamed, w8a8_cuda, w8a8_triton
 from lowroll.kernels.moe import grouped, route, routed
 from lowroll.kernels.moe.scores import Routing
 from lowroll.kernels.moe.stack import Stack
@@ -56,7 +56,7 @@ CACHED = (
     streamed.supports_device,
     routed.supports_device,
     paged.supports_device,
-    integers.copy_engine_supports,
+    w8a8_triton.copy_engine_supports,
 )
 
 
@@ -142,9 +142,9 @@ def pretended(machine: Machine) -> Iterator[list[str]]:
         patch.object(torch.cuda, "get_device_capability", lambda *_: machine.capability),
         patch.object(nvcc, "supports", lambda *_: machine.nvcc),
         patch.object(nvcc, "supports_device", lambda _: YES if machine.nvcc else nvcc.NO_NVCC),
-        patch.object(w8a8, "scaled_mm_supports", lambda _: low_bit),
+        patch.object(w8a8_cuda, "scaled_mm_supports", lambda _: low_bit),
         patch.object(grouped, "grouped_mm_supports_device", lambda _: low_bit),
-        patch.object(integers, "_turns", lambda _: None),
+        patch.object(w8a8_triton, "_turns", lambda _: None),
         patch.object(paged, "decode", writes("paged.cu", lambda q, *_: torch.empty_like(q))),
         patch.object(paged, "decode8", writes("paged.cu", lambda q, *_: torch.empty_like(q))),
         patch.object(
@@ -169,7 +169,7 @@ def pretended(machine: Machine) -> Iterator[list[str]]:
             ),
         ),
         patch.object(F, "grouped_mm", writes("grouped_mm", grouped_mm)),
-        Pretended(seen) if machine.capability else patch.object(w8a8, "WIDE", w8a8.WIDE),
+        Pretended(seen) if machine.capability else patch.object(w8a8_cuda, "WIDE", w8a8_cuda.WIDE),
     ):
         try:
             yield seen
@@ -241,7 +241,9 @@ def written(put: Put) -> object:
 def low_bit(codes: torch.dtype, rows: int, out: int, width: int, dtype: torch.dtype) -> Any:
     def call(put: Put) -> object:
         x = QuantizedRows(put(torch.zeros(rows, width).to(codes)), put(torch.zeros(rows, 1)), dtype)
-        return w8a8.multiply(x, put(torch.zeros(out, width).to(codes)), put(torch.ones(out)), None)
+        return w8a8_cuda.multiply(
+            x, put(torch.zeros(out, width).to(codes)), put(torch.ones(out)), None
+        )
 
     return call
 

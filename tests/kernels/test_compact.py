@@ -9,7 +9,7 @@ from torch import Tensor
 from lowroll.kernels.kv_eviction import score
 from lowroll.kernels.kv_eviction.choose import best_and_last
 from lowroll.kernels.kv_eviction.move import move
-from lowroll.kernels.kv_eviction.watch import add_attended, add_supports, remember
+from lowroll.kernels.kv_eviction.recording import add_attended, add_supports, remember
 from lowroll.kernels.launch import INTERPRETED
 from lowroll.kv.policy.h2o import attended
 from lowroll.kv.policy.rkv import RKV

@@ -16,7 +16,7 @@ from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import quantize
 from lowroll.runs.demo import CONFIG
-from lowroll.weights import aligned
+from lowroll.weights import aligned_forward
 from lowroll.weights.sync.changes import Shadow
 from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.live import Live
@@ -153,7 +153,7 @@ def learner(tied: bool) -> Transformer:
         pytest.skip(reason)
     model = initialize(Transformer(spec), seed=0).requires_grad_(True)
     change_head(model, 0)
-    return aligned.align(model, "int8")
+    return aligned_forward.align(model, "int8")
 
 
 @torch.no_grad()
@@ -203,7 +203,7 @@ def test_changes_of_codes_keep_the_form_of_a_head_that_stays() -> None:
     with torch.no_grad():
         for _, linear in model.linears():
             linear.weight.mul_(-1)
-    aligned.refresh(model)
+    aligned_forward.refresh(model)
     stream, changes = shadow.changes()
     engine.update_weights(WeightUpdate(1, "codes", stream.items, changes=changes))
     assert engine.model.head.packed["compact"] is compact

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-import lowroll.kernels.sampling.tiles
+import lowroll.kernels.sampling.tile_statistics
 from lowroll.kernels import nvcc
 from lowroll.kernels.attention import avx2, decode, paged
 from lowroll.kernels.attention.decode import write_pages
 from lowroll.kernels.launch import triton_supports
-from lowroll.kernels.sampling.tiles import BLOCK, TILE
+from lowroll.kernels.sampling.tile_statistics import BLOCK, TILE
 from lowroll.kernels.support import no
 from tests.fixtures.compiled import arguments, built, spills_of
 from tests.fixtures.decode import Case
@@ -182,7 +182,7 @@ def pass_over_logits(asked: dict[str, str], aligned: bool) -> Any:
     constants = dict.fromkeys(("greedy_ptr", *NOISE, *PEAKS))
     constants |= {"TILE": TILE, "BLOCK": BLOCK, "ALIGNED": aligned, "EARLY": False}
     left = {name: value for name, value in constants.items() if name not in types}
-    kernel = lowroll.kernels.sampling.tiles._masses_kernel
+    kernel = lowroll.kernels.sampling.tile_statistics._masses_kernel
     return built(kernel, types, left, ("tiles", "stride"), num_warps=4)
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lowroll.kernels.attention import decode
-from lowroll.kernels.attention.codes import decode_keys, encode
 from lowroll.kernels.attention.decode8 import _rounded, paged_decode8
+from lowroll.kernels.attention.quantized_cache import decode_keys, encode
 from lowroll.kernels.launch import jit, tl
 from tests.fixtures.decode8 import Case8
 from tests.fixtures.interpreted import both_paths

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.launch import triton_supports
-from lowroll.kernels.sampling import avx2, tiles
+from lowroll.kernels.sampling import avx2, tile_statistics
 from lowroll.kernels.sampling import draw as drawing
 from lowroll.kernels.sampling.draw import distribution, draw, winners
 from lowroll.kernels.sampling.filters import Filters, keep
 from lowroll.kernels.sampling.noise import STREAM, gumbel
-from lowroll.kernels.sampling.tiles import TILE
+from lowroll.kernels.sampling.tile_statistics import TILE
 from lowroll.kernels.support import no
 from tests.fixtures import gumbel as oracle
 
@@ -183,7 +183,7 @@ def test_a_row_is_the_same_alone_in_any_order_and_before_impossible_ids(way: str
 def test_tiles_of_another_size_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     logits_BV, (keys_B, positions_B) = torch.randn(4, TILE + 700), keys_of(4, 5)
     want_B, _ = draw(logits_BV, keys_B, positions_B)
-    for module in (tiles, drawing):
+    for module in (tile_statistics, drawing):
         monkeypatch.setattr(module, "TILE", 1024)
     assert torch.equal(draw(logits_BV, keys_B, positions_B)[0], want_B)
 

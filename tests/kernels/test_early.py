@@ -18,7 +18,7 @@ from lowroll.kernels.attention.decode import paged_decode
 from lowroll.kernels.fused.norm import add_rms_norm
 from lowroll.kernels.fused.rope import rotate_heads
 from lowroll.kernels.fused.swiglu import WHOLE, silu_mul
-from lowroll.kernels.matmul import gemv, integers
+from lowroll.kernels.matmul import gemv, w8a8_triton
 from lowroll.kernels.moe import grouped
 from lowroll.kernels.moe.scores import Routing
 from lowroll.kernels.moe.stack import Stack
@@ -111,7 +111,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "gemv-int8": lambda: product(gemv.multiply, 2),
     "gemv-fp8": lambda: product(gemv.multiply, 1, E4M3),
     "gemv-bf16": lambda: gemv.linear(empty(1, 3584), empty(4608, 3584), empty(4608)),
-    "integers": lambda: product(integers.multiply, 64),
+    "integers": lambda: product(w8a8_triton.multiply, 64),
     "experts": lambda: grouped.experts(
         empty(8, 512),
         empty(16, 512),

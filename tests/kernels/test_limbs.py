@@ -7,20 +7,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowroll.kernels.matmul import limbs, w8a8_onednn
+from lowroll.kernels.matmul import float32_by_int8, w8a8_onednn
 from lowroll.model import frozen
 from lowroll.model.learner_linear import LearnerLinear
 from lowroll.quant.formats import get_format
 
 CPU = torch.device("cpu")
 runs_here = pytest.mark.skipif(
-    not limbs.supports_device(CPU), reason=limbs.supports_device(CPU).why_not
+    not float32_by_int8.supports_device(CPU), reason=float32_by_int8.supports_device(CPU).why_not
 )
 
 
 def product(x_MK: Tensor, codes_NK: Tensor, scale_N: Tensor, **more: Tensor) -> Tensor:
     y_MN = torch.zeros(len(x_MK), len(codes_NK))
-    return limbs.add_product(y_MN, x_MK, w8a8_onednn.pack(codes_NK, scale_N), **more)
+    return float32_by_int8.add_product(y_MN, x_MK, w8a8_onednn.pack(codes_NK, scale_N), **more)
 
 
 @runs_here
@@ -33,13 +33,13 @@ def test_as_exact_as_float32_on_rows_with_a_massive_number(m: int, k: int, n: in
     want = (x * column).double() @ codes.double().t() * scale.double()
     got = product(x, codes, scale, scale_K=column)
     assert (got - want).abs().max() < 5e-5 * want.std()
-    both = limbs.add_product(got.clone(), x, w8a8_onednn.pack(codes, scale), column)
+    both = float32_by_int8.add_product(got.clone(), x, w8a8_onednn.pack(codes, scale), column)
     torch.testing.assert_close(both, 2 * got)  # it adds
 
 
 @runs_here
 def test_a_row_is_the_same_alone_and_odd_rows_stay_where_they_are() -> None:
-    x = torch.randn(limbs.AT_ONCE + 9, 576)
+    x = torch.randn(float32_by_int8.AT_ONCE + 9, 576)
     codes, scale = torch.randint(-128, 128, (64, 576), dtype=torch.int8), torch.ones(64)
     x[2], x[3], x[4, 5], x[5, 1] = 0, 1e-42, float("inf"), float("nan")
     got = product(x, codes, scale)
@@ -52,10 +52,10 @@ def test_a_row_is_the_same_alone_and_odd_rows_stay_where_they_are() -> None:
 def test_what_it_leaves_to_torch_has_a_reason() -> None:
     small, large = (torch.zeros(size, 512, dtype=torch.int8) for size in (8, 512))
     x = torch.zeros(2, 512)
-    assert "small" in limbs.supports(x, small).why_not
-    assert "float32" in limbs.supports(x.bfloat16(), large).why_not
-    assert limbs.supports(x.clone().requires_grad_(True), large).why_not
-    assert limbs.supports_device(torch.device("meta")).why_not
+    assert "small" in float32_by_int8.supports(x, small).why_not
+    assert "float32" in float32_by_int8.supports(x.bfloat16(), large).why_not
+    assert float32_by_int8.supports(x.clone().requires_grad_(True), large).why_not
+    assert float32_by_int8.supports_device(torch.device("meta")).why_not
 
 
 @runs_here

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowroll.kernels.matmul import gemv, integers, w8a8
+from lowroll.kernels.matmul import gemv, w8a8_cuda, w8a8_triton
 from lowroll.kernels.quantize import quantize8
 from lowroll.kernels.quantize.rows import E4M3, QuantizedRows
 from lowroll.kernels.support import YES
@@ -67,14 +67,14 @@ def test_integer_products_are_exact(
 ) -> None:
     """Twice: the counters of finished parts are zero again after the first product."""
     rows, codes, scale, bias, want = problem(*shape)
-    small = integers.Tile(16, 64, 64, 2, 4, 1, True)
-    monkeypatch.setattr(integers, "choose", lambda *sizes: small)
-    monkeypatch.setattr(integers, "copy_engine_supports", lambda device: engine)
+    small = w8a8_triton.Tile(16, 64, 64, 2, 4, 1, True)
+    monkeypatch.setattr(w8a8_triton, "choose", lambda *sizes: small)
+    monkeypatch.setattr(w8a8_triton, "copy_engine_supports", lambda device: engine)
     if dealt:
-        monkeypatch.setattr(integers, "deal", lambda *sizes: dealt)
+        monkeypatch.setattr(w8a8_triton, "deal", lambda *sizes: dealt)
     for _ in range(2):
-        assert torch.equal(w8a8.multiply(rows, codes, scale, bias).dense(), want)
-    without = w8a8.multiply(rows, codes, scale.flatten(), None).dense(torch.float64)
+        assert torch.equal(w8a8_cuda.multiply(rows, codes, scale, bias).dense(), want)
+    without = w8a8_cuda.multiply(rows, codes, scale.flatten(), None).dense(torch.float64)
     torch.testing.assert_close(without, want.double() - bias, rtol=1e-5, atol=1e-3)
 
 
@@ -94,7 +94,7 @@ def test_integer_products_are_exact(
 def test_tiles_are_dealt_in_full_rounds_and_no_part_is_empty(
     tiles: int, steps: int, at_once: int
 ) -> None:
-    whole, splits = integers.deal(tiles, steps, at_once, 4)
+    whole, splits = w8a8_triton.deal(tiles, steps, at_once, 4)
     if splits == 1:
         assert whole == tiles and (
             tiles % at_once == 0 or 2 * (tiles % at_once) > at_once or steps < 8
@@ -109,7 +109,7 @@ def test_tiles_are_dealt_in_full_rounds_and_no_part_is_empty(
 def test_few_rows_are_exact(shape: tuple[int, int, int]) -> None:
     rows, codes, scale, bias, want = problem(*shape)
     assert gemv.supports(rows.codes_MK, codes)
-    assert torch.equal(w8a8.multiply(rows, codes, scale, bias).dense(), want)
+    assert torch.equal(w8a8_cuda.multiply(rows, codes, scale, bias).dense(), want)
     assert torch.equal(
         gemv.multiply(rows, codes, scale.flatten(), None),
         gemv.multiply(rows, codes, scale, bias * 0),
@@ -166,14 +166,14 @@ def test_what_the_product_of_few_rows_refuses() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_plain_integer_products_are_exact(shape: tuple[int, int, int]) -> None:
     rows, codes, scale, bias, want = problem(*shape)
-    assert torch.equal(w8a8.multiply(rows, codes, scale, bias).dense(), want)
+    assert torch.equal(w8a8_cuda.multiply(rows, codes, scale, bias).dense(), want)
 
 
 def test_plain_e4m3_products() -> None:
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(n, 48, generator=generator).mul(90).to(E4M3) for n in (5, 7))
     row, scale, bias = (torch.rand(shape, generator=generator) for shape in ((5, 1), (7, 1), 7))
-    got = w8a8.multiply(QuantizedRows(x, row, torch.float32), w, scale, bias).dense()
+    got = w8a8_cuda.multiply(QuantizedRows(x, row, torch.float32), w, scale, bias).dense()
     want = (x.double() @ w.double().t()) * row * scale.t() + bias
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-2)
 
@@ -181,12 +181,12 @@ def test_plain_e4m3_products() -> None:
 @pytest.mark.parametrize("shape", LARGE)
 @pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 64, 65, 128, 200, 256, 512, 4096])
 def test_a_tile_fits_the_device(num_rows: int, shape: tuple[int, int]) -> None:
-    tile = integers.choose(num_rows, *shape)
+    tile = w8a8_triton.choose(num_rows, *shape)
     tiles = -(-num_rows // tile.rows) * -(-shape[0] // tile.columns)
     assert (tile.rows + tile.columns) * tile.depth * tile.stages * tile.blocks <= 227 * 1024
     assert (
         tile.columns >= 64
-        and tile.blocks * integers.MULTIPROCESSORS <= integers.MOST_TURNS
+        and tile.blocks * w8a8_triton.MULTIPROCESSORS <= w8a8_triton.MOST_TURNS
         and tiles > 0
     )
 
@@ -242,7 +242,7 @@ def test_the_product_compiles_for_hopper_and_fits(
 ) -> None:
     """Nothing spills, and the registers of the blocks that are to run at once are there."""
     pytest.importorskip("triton")
-    tile = integers.choose(num_rows, num_out, num_in)
+    tile = w8a8_triton.choose(num_rows, num_out, num_in)
     engine = engine and tile.engine
     types = arguments(
         {
@@ -261,13 +261,13 @@ def test_the_product_compiles_for_hopper_and_fits(
     constants = dict(ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, EVEN=True, EARLY=False)
     constants |= {} if engine else {"x_box": None, "w_box": None}
     code = built(
-        integers._integers_kernel,
+        w8a8_triton._integers_kernel,
         types,
         constants,
         ("M", "whole", "splits"),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        maxnreg=integers.registers(tile),
+        maxnreg=w8a8_triton.registers(tile),
     )
     assert re.search(r"wgmma\S+s32\.s8\.s8", code.asm["ptx"]) and "STL" not in code.asm["sass"]
     assert ("UTMALDG" if engine else "LDGSTS.E.BYPASS.128") in code.asm["sass"]

@@ -11,7 +11,7 @@ import torch
 
 from lowroll import Engine, Request
 from lowroll.config.rollout import Dtype
-from lowroll.kernels.attention.codes import Codes, encode
+from lowroll.kernels.attention.quantized_cache import Codes, encode
 from lowroll.kv.cache import KVCache
 from lowroll.kv.capacity import NoRoom
 from lowroll.kv.fp8 import Float8Cache, fine_channels, key_energy

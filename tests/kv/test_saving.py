@@ -10,7 +10,7 @@ import pytest
 import lowroll
 from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.table import POLICIES, make
-from lowroll.kv.saving import Stored, saving, stored
+from lowroll.kv.tokens_saved import Stored, saving, stored
 from tests.fixtures.policies import Recent
 from tests.fixtures.tiny import hf_folder
 

@@ -14,7 +14,7 @@ from lowroll.model.engine_linear import EngineLinear
 from lowroll.model.experts import EngineExperts, EngineStack, LearnerExperts, LearnerStack
 from lowroll.model.learner_linear import LearnerLinear
 from lowroll.model.transformer import Transformer
-from lowroll.weights.aligned import align
+from lowroll.weights.aligned_forward import align
 from lowroll.weights.publish import beside, quantize_base, rollout_copy, rollout_load
 from tests.fixtures.tiny import hf_folder
 

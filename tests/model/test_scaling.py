@@ -17,7 +17,7 @@ from lowroll.quant.formats import QTensor, get_format
 from lowroll.trainer import state as states
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.weights.publish import publish, quantize_base, rollout_copy
-from lowroll.weights.watch import AdapterWatch, WeightWatch, _codes, num_flipped
+from lowroll.weights.update_metrics import AdapterWatch, WeightWatch, _codes, num_flipped
 from tests.fixtures.sequences import IDS, logits
 from tests.fixtures.tiny import FAMILIES, hf_folder
 

@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lowroll
-from lowroll.checkpoint.publish import (
+from lowroll.checkpoint.atomic_folders import (
     MANIFEST,
     DamagedError,
     encode_manifest,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import pytest
 
-from lowroll.envs.answers import equal
+from lowroll.envs.answers.equality import equal
 from lowroll.orchestrator.errors import InvalidRollout
 from lowroll.orchestrator.eval_statistics import interval, majority
 from lowroll.orchestrator.examples import Example, ExampleResponse, draw, score, votes

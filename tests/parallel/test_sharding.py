@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bench.shapes import SHAPES
-from lowroll.checkpoint.publish import DamagedError, DiskFullError
+from lowroll.checkpoint.atomic_folders import DamagedError, DiskFullError
 from lowroll.checkpoint.store import Store
 from lowroll.model import lora
 from lowroll.model.spec import spec_from_config

@@ -20,7 +20,7 @@ from lowroll.objectives.table import ALGORITHMS, CORRECTIONS
 from lowroll.quant import dense
 from lowroll.trainer.critic import Critic, CriticSettings
 from lowroll.trainer.optim import OptimSettings
-from lowroll.weights.aligned import align
+from lowroll.weights.aligned_forward import align
 from lowroll.weights.publish import quantize_base
 from tests.fixtures.bands import (
     BANDS,

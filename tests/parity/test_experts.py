@@ -22,7 +22,7 @@ from lowroll.model.spec import ModelSpec, read_spec, spec_from_config
 from lowroll.model.transformer import Transformer, initialize
 from lowroll.quant.formats import QTensor
 from lowroll.trainer import recompute
-from lowroll.weights import aligned, awq
+from lowroll.weights import aligned_forward, awq
 from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy
 from tests.fixtures.sequences import forward, random_sequences
 from tests.fixtures.tiny import hf_folder
@@ -226,7 +226,7 @@ def test_low_bit_folders_hold_every_expert_and_come_back_bitwise(
 def test_publication_is_in_place_and_an_aligned_learner_is_the_engine(
     folder: Path, format: str
 ) -> None:
-    master = aligned.align(hf.load(folder).requires_grad_(True), format)
+    master = aligned_forward.align(hf.load(folder).requires_grad_(True), format)
     rollout = rollout_copy(master, format, torch.float32)
     places = [
         t.data_ptr() for _, linear in rollout.linears() for t in linear.weight.tensors.values()
@@ -235,7 +235,7 @@ def test_publication_is_in_place_and_an_aligned_learner_is_the_engine(
         with torch.no_grad():
             for p in master.parameters():
                 p.add_(0.05 * torch.randn_like(p))
-        aligned.refresh(master)
+        aligned_forward.refresh(master)
         publish(master, rollout)
         assert digest(master) == digest(rollout)
         with torch.no_grad():

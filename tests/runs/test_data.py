@@ -22,7 +22,7 @@ from lowroll.cli.main import main
 from lowroll.config import from_mapping, load
 from lowroll.config.document import ConfigError
 from lowroll.envs import make
-from lowroll.envs.cells import named
+from lowroll.envs.notebook_files import named
 from lowroll.metrics.record import read
 from lowroll.types import Score
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import lowroll
-from lowroll.checkpoint.publish import verify_folder
+from lowroll.checkpoint.atomic_folders import verify_folder
 from lowroll.cli.main import main
 from lowroll.config import from_mapping
 from lowroll.kernels.quantize.rotation import rotate

@@ -35,7 +35,7 @@ from lowroll.trainer.guard import (
     GuardSettings,
     rescale,
 )
-from lowroll.trainer.probe import Probe
+from lowroll.trainer.mismatch_probe import Probe
 from lowroll.trainer.step import LearnSettings
 from lowroll.transport.rollout_log import read_rollouts
 from tests.fixtures.runs import ALWAYS, copy_stopped_after, fingerprint, settings, train

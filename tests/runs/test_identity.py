@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from lowroll.checkpoint.publish import encode_manifest
+from lowroll.checkpoint.atomic_folders import encode_manifest
 from lowroll.checkpoint.store import Store
 from lowroll.config import RunConfig, from_mapping
 from lowroll.engine import native as engine_module

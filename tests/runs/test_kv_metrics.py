@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lowroll.kv.policy import table
-from lowroll.kv.saving import saving
+from lowroll.kv.tokens_saved import saving
 from lowroll.metrics.report import write_report
 from lowroll.transport.rollout_log import read_rollouts
 from tests.fixtures.policies import Parity

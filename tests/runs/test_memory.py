@@ -37,7 +37,7 @@ from lowroll.runs.preflight import look_at_run
 from lowroll.trainer import recompute
 from lowroll.trainer.muon import hidden_matrices
 from lowroll.trainer.optim import Optimizer
-from lowroll.weights.aligned import align
+from lowroll.weights.aligned_forward import align
 from lowroll.weights.publish import quantize_base
 from tests.fixtures.live import Live
 from tests.fixtures.tiny import MIXTURES, hf_folder, hf_model

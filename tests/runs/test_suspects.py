@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lowroll.objectives.objective import select
-from lowroll.runs.suspects import LEAST_TOKENS, sampler_suspects
-from lowroll.trainer.probe import Probe
+from lowroll.runs.setup_faults import LEAST_TOKENS, sampler_suspects
+from lowroll.trainer.mismatch_probe import Probe
 from lowroll.trainer.step import LearnSettings
 
 

@@ -14,8 +14,8 @@ from random import Random
 
 import pytest
 
+from lowroll.checkpoint.atomic_folders import verify_folder
 from lowroll.checkpoint.fault_injection import VARIABLE, observers
-from lowroll.checkpoint.publish import verify_folder
 from lowroll.runs import demo
 from lowroll.runs.export import quantize_folder
 from tests.fixtures import strike

@@ -19,7 +19,7 @@ import torch
 from aiohttp.test_utils import TestClient
 
 from lowroll import Engine
-from lowroll.checkpoint.publish import publish_folder
+from lowroll.checkpoint.atomic_folders import publish_folder
 from lowroll.engine.base import InFlight
 from lowroll.kv.policy.table import make
 from lowroll.model import hf, lora

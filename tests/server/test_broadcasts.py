@@ -19,7 +19,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.server.protocol import Refused
 from lowroll.server.weight_store import WeightStore
 from lowroll.types import Request
-from lowroll.weights import aligned
+from lowroll.weights import aligned_forward
 from lowroll.weights.noise import Noise, NoiseSchedule
 from lowroll.weights.publish import quantize_base
 from lowroll.weights.sync import folder as sync_folder
@@ -113,11 +113,11 @@ def moved_to(learner: Transformer, version: int) -> int:
 
 def test_an_aligned_learner_is_met_too(folder: Path, tmp_path: Path) -> None:
     learner = base(folder, "int8", torch.float32, False, None)
-    aligned.align(learner, "int8")
+    aligned_forward.align(learner, "int8")
     inside = engine_of(learner, "int8", torch.float32, False)
     outside = engine_of(hf.load(folder), "int8", torch.float32, False)
     moved(learner)
-    aligned.refresh(learner)
+    aligned_forward.refresh(learner)
     broadcaster(tmp_path, learner).publish(1)
     take(WeightStore(tmp_path, folder), outside, "step_1")
     assert outside.behavior == inside.update_weights(WeightUpdate.local(learner, 1))

@@ -20,7 +20,7 @@ from lowroll.trainer.packing import check, collate, first_fit, num_fed, pack
 from lowroll.trainer.sft import epochs
 from lowroll.trainer.step import learn
 from lowroll.transport.memory import MemoryRolloutChannel
-from lowroll.weights.aligned import align, refresh
+from lowroll.weights.aligned_forward import align, refresh
 from lowroll.weights.publish import digest
 from tests.fixtures.learner import make_batch, settings, tiny_model
 from tests.fixtures.samples import sample

@@ -14,11 +14,11 @@ from lowroll.model.replay import unpack_evictions
 from lowroll.objectives.objective import select
 from lowroll.trainer import recompute
 from lowroll.trainer.critic import Critic
+from lowroll.trainer.mismatch_probe import probe
 from lowroll.trainer.optim import Optimizer, OptimSettings
-from lowroll.trainer.probe import probe
 from lowroll.trainer.step import LearnSettings, PackedForward, learn
 from lowroll.types import Batch, Evictions, Sample
-from lowroll.weights.aligned import align, refresh
+from lowroll.weights.aligned_forward import align, refresh
 from tests.fixtures.evictions import random_evictions, sees
 from tests.fixtures.learner import TEMPERATURE, Probe, assert_close, make_batch, tiny_model
 from tests.fixtures.policies import masked_attention

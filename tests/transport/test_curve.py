@@ -16,7 +16,7 @@ from zmq.utils import z85
 
 from lowroll.transport import zmq
 from lowroll.transport.base import DeadlineExceeded
-from lowroll.transport.curve import keypair, set_client_keys
+from lowroll.transport.encryption import keypair, set_client_keys
 from lowroll.transport.messages import PieceRequest
 from lowroll.transport.zmq import Receiver, Sender, pack
 from tests.fixtures.batches import batch_of, exactly

@@ -19,7 +19,7 @@ from lowroll.quant.formats import Format, QTensor
 from lowroll.trainer import recompute
 from lowroll.trainer import state as states
 from lowroll.trainer.optim import Optimizer, OptimSettings
-from lowroll.weights import aligned
+from lowroll.weights import aligned_forward
 from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy
 from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.formats import FEW
@@ -57,7 +57,7 @@ def learner(folder: Path, format: str, with_lora: bool = False) -> Transformer:
     model = hf.load(folder, dtype=dtype_of(format)).requires_grad_(True)
     if with_lora:
         lora.attach(quantize_base(model, format), rank=3, alpha=6.0, seed=1)
-    return aligned.align(model, format)
+    return aligned_forward.align(model, format)
 
 
 # -- forward ---------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def test_linears_of_learner_and_engine_agree_bit_for_bit(
     folder: Path, format: str, with_lora: bool
 ) -> None:
     model = nudge(learner(folder, format, with_lora), 1)
-    aligned.refresh(model)
+    aligned_forward.refresh(model)
     rollout = rollout_copy(model, format, dtype_of(format))
     for (name, ours), (_, theirs) in zip(model.linears(), rollout.linears(), strict=True):
         x = normal(7, ours.in_features, seed=3).to(dtype_of(format)).requires_grad_()
@@ -86,7 +86,9 @@ def test_linears_of_learner_and_engine_agree_bit_for_bit(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_int8_learner_is_the_engine(tmp_path: Path, family: str) -> None:
-    model = aligned.align(hf.load(hf_folder(tmp_path / "m", family)).requires_grad_(True), "int8")
+    model = aligned_forward.align(
+        hf.load(hf_folder(tmp_path / "m", family)).requires_grad_(True), "int8"
+    )
     rollout = rollout_copy(model, "int8", torch.float32)
     assert torch.equal(logits(model), logits(rollout))
     plain = logits(hf.load(tmp_path / "m"))
@@ -176,7 +178,7 @@ def test_what_is_published_is_the_learners_own(
     assert engine.behavior.policy[0].digest == digest(model)
     for version in (1, 2):
         nudge(model, version)
-        aligned.refresh(model)
+        aligned_forward.refresh(model)
         with monkeypatch.context() as patch:  # publication may not quantize
             patch.setattr(Format, "quantize", lambda *_: pytest.fail("quantized twice"))
             tag = engine.update_weights(WeightUpdate.local(model, version))
@@ -200,7 +202,7 @@ def test_what_the_codes_stand_for_is_multiplied_without_rounding_activations(
     model, want = learner(folder, format), logits(quantize_base(hf.load(folder), format))
     codes = [linear.aligned for _, linear in model.linears()]
     rounded = logits(model)
-    with aligned.dequantized(model):
+    with aligned_forward.dequantized(model):
         got = logits(model)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
     assert ((got - rounded).abs().max() > 1e-3) == (format == "int8")
@@ -219,7 +221,7 @@ def test_codes_are_fixed_between_updates_and_follow_them(folder: Path) -> None:
         for _, linear in model.linears():
             linear.weight.mul_(1.7)
     assert digest(model) == codes  # masters moved, the forward did not
-    aligned.refresh(model)
+    aligned_forward.refresh(model)
     assert digest(model) != codes
     assert places == [t.data_ptr() for _, x in model.linears() for t in x.aligned.tensors.values()]
     fresh = [
@@ -231,13 +233,13 @@ def test_codes_are_fixed_between_updates_and_follow_them(folder: Path) -> None:
     )
     plain = hf.load(folder)
     before = digest(plain)
-    aligned.refresh(plain)
+    aligned_forward.refresh(plain)
     assert digest(plain) == before
 
 
 def test_a_restored_learner_has_the_codes_of_its_weights(folder: Path) -> None:
     source = nudge(learner(folder, "int8"), 1)
-    aligned.refresh(source)
+    aligned_forward.refresh(source)
     optimizer = Optimizer(source.trainable_parameters(), OptimSettings())
     tensors, state = states.capture(source, optimizer)
     target = learner(folder, "int8")
@@ -263,11 +265,11 @@ def test_refusals(folder: Path) -> None:
     with pytest.raises(
         ValueError, match=r"blocks\.0\.qkv: the base is int8, and the forward is to be bf16"
     ):
-        aligned.align(base, "bf16")
+        aligned_forward.align(base, "bf16")
     assert all(linear.aligned is None for _, linear in base.linears())
     model = learner(folder, "int8")
     with torch.no_grad():
         model.blocks[1].o.weight[0, 0] = float("nan")
     with pytest.raises(ValueError, match=r"blocks\.1\.o\.weight: int8: .*non-finite"):
-        aligned.refresh(model)
+        aligned_forward.refresh(model)
     assert isinstance(model.blocks[1].o.aligned, QTensor)

@@ -19,7 +19,7 @@ from lowroll.model.transformer import Transformer, initialize
 from lowroll.quant import fp8
 from lowroll.trainer import recompute
 from lowroll.weights import derived_tensors
-from lowroll.weights.aligned import align, transpose
+from lowroll.weights.aligned_forward import align, transpose
 from lowroll.weights.publish import quantize_base
 from tests.fixtures.bands import EXPERTS, make_model
 from tests.fixtures.tensors import normal

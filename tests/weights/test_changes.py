@@ -16,7 +16,7 @@ from lowroll.model import hf, lora, scaling
 from lowroll.model.transformer import Transformer
 from lowroll.server.weight_store import WeightStore
 from lowroll.types import Request
-from lowroll.weights import aligned
+from lowroll.weights import aligned_forward
 from lowroll.weights.noise import NoiseSchedule
 from lowroll.weights.publish import digest, rollout_copy
 from lowroll.weights.sync.base import Broadcasts, Gap
@@ -37,13 +37,13 @@ def learner(
     model = hf.load(folder, "cpu", dtype).requires_grad_(True)
     if s is not None:
         scaling.scale(model, s)
-    return aligned.align(model, format)
+    return aligned_forward.align(model, format)
 
 
 def stepped(model: Transformer, seed: int, size: float = 4e-4) -> Transformer:
     """A small update: most codes stay."""
     nudge(model, seed, size)
-    aligned.refresh(model)
+    aligned_forward.refresh(model)
     return model
 
 
@@ -251,7 +251,7 @@ def test_what_cannot_be_changed_is_refused(folder: Path) -> None:
         Shadow(learner(folder, "nvfp4"), "int8", torch.float32)
     with pytest.raises(ValueError, match="adapter"):
         adapted = lora.attach(hf.load(folder, weights="int8"), 4, 8.0)
-        Shadow(aligned.align(adapted, "int8"), "int8", torch.float32)
+        Shadow(aligned_forward.align(adapted, "int8"), "int8", torch.float32)
     _, stream, changes = parts(folder)
     update = WeightUpdate(2, "codes", stream.items, changes=changes)
     two = Engine(

@@ -21,7 +21,7 @@ from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.state import restore_weights
 from lowroll.trainer.step import learn
 from lowroll.weights import derived_tensors
-from lowroll.weights.aligned import align
+from lowroll.weights.aligned_forward import align
 from tests.fixtures.learner import make_batch, settings, tiny_model
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowroll.model import hf
-from lowroll.weights import aligned, awq
+from lowroll.weights import aligned_forward, awq
 from lowroll.weights.noise import Noise
 from lowroll.weights.publish import beside, digest, publish, quantize_base, rollout_copy
 from tests.fixtures.sequences import IDS, logits
@@ -37,25 +37,25 @@ def test_a_silent_channels_factor_is_the_floor() -> None:
 
 
 def test_alignment_ends_over_a_quantized_base_and_in_plain_floating_point(folder: Path) -> None:
-    full = aligned.align(hf.load(folder), "int8")
-    lora_base = aligned.align(quantize_base(hf.load(folder), "int8"), "int8")
-    aligned.realign(full, "int4")
+    full = aligned_forward.align(hf.load(folder), "int8")
+    lora_base = aligned_forward.align(quantize_base(hf.load(folder), "int8"), "int8")
+    aligned_forward.realign(full, "int4")
     assert {linear.aligned.format for _, linear in full.linears()} == {"int4"}
     for model, format in ((full, "fp32"), (lora_base, "int8"), (lora_base, "fp32")):
-        aligned.realign(model, format)
+        aligned_forward.realign(model, format)
         assert all(linear.aligned is None for _, linear in model.linears())
     assert torch.equal(logits(full), logits(hf.load(folder)))
 
 
 def test_an_aligned_learner_publishes_into_another_format_as_any_other(folder: Path) -> None:
-    learner, plain = aligned.align(hf.load(folder), "int8"), hf.load(folder)
+    learner, plain = aligned_forward.align(hf.load(folder), "int8"), hf.load(folder)
     for format in ("int8", "int4"):
         rollout = rollout_copy(hf.load(folder), format, torch.float32)
         with torch.no_grad():
             for model in (learner, plain):
                 for _, linear in model.linears():
                     linear.weight.mul_(1.25)
-        aligned.refresh(learner)
+        aligned_forward.refresh(learner)
         publish(learner, rollout)
         assert digest(rollout) == digest(rollout_copy(plain, format, torch.float32))
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lowroll.checkpoint.atomic_folders import MANIFEST, verify_folder
 from lowroll.checkpoint.fault_injection import observers
-from lowroll.checkpoint.publish import MANIFEST, verify_folder
 from lowroll.model import hf, lora
 from lowroll.model.transformer import Transformer
 from lowroll.transport.base import DeadlineExceeded, wait_until

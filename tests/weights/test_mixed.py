@@ -16,7 +16,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.quant import mixed
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.quant.table import EIGHT_BITS
-from lowroll.weights import aligned
+from lowroll.weights import aligned_forward
 from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy
 from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.masters import nudge, pointers
@@ -112,15 +112,15 @@ def test_what_travels_gives_the_same_bits(folder: Path) -> None:
 def test_an_aligned_learner_has_the_engines_codes(folder: Path) -> None:
     model = learner(folder)
     name = register(model)
-    aligned.align(model, name)
+    aligned_forward.align(model, name)
     rollout = rollout_copy(model, name, torch.float32)
     assert digest(rollout) == digest(model)
     nudge(model, seed=3)
-    aligned.refresh(model)
+    aligned_forward.refresh(model)
     publish(model, rollout)
     assert digest(rollout) == digest(model)
     with pytest.raises(ValueError, match=r"blocks\.0\.qkv: the base is nvfp4"):
-        aligned.align(quantize_base(hf.load(folder), name), "int8")
+        aligned_forward.align(quantize_base(hf.load(folder), name), "int8")
 
 
 def test_lora_shares_a_mixed_base(folder: Path) -> None:

@@ -18,7 +18,7 @@ from lowroll.model.names import dtype_of
 from lowroll.model.transformer import Transformer
 from lowroll.quant.int8 import Int8
 from lowroll.types import Group
-from lowroll.weights import aligned
+from lowroll.weights import aligned_forward
 from lowroll.weights.noise import Noise
 from lowroll.weights.publish import (
     beside,
@@ -238,11 +238,11 @@ def test_what_an_adapter_keeps_for_its_products_is_published_in_place(folder: Pa
 def test_a_second_format_beside_the_first_is_published_with_it(folder: Path) -> None:
     """Its codes are the engine's own, also where the learner multiplies with the same format; what
     was made of a frozen base stays."""
-    master = aligned.align(hf.load(folder), "int8")
+    master = aligned_forward.align(hf.load(folder), "int8")
     rollout = rollout_copy(master, "nvfp4", torch.float32)
     second = beside(master, rollout, "int8")
     places, stamp = pointers(second), digest(second)
-    aligned.refresh(nudge(master, seed=1))
+    aligned_forward.refresh(nudge(master, seed=1))
     assert digest(second) == stamp
     publish(master, rollout, large_batch_model=second)
     assert (

@@ -17,7 +17,7 @@ from torch import Tensor
 from lowroll import Engine, Request, WeightUpdate
 from lowroll.model import hf, lora, scaling
 from lowroll.model.transformer import Transformer
-from lowroll.weights import aligned, publish
+from lowroll.weights import aligned_forward, publish
 from lowroll.weights.noise import Noise
 from lowroll.weights.publish import digest, fingerprint, quantize_base
 from tests.fixtures.formats import FEW, LAYOUTS
@@ -145,10 +145,10 @@ def test_both_formats_of_an_engine_are_refilled(folders: dict[str, Path], base: 
 def test_a_stream_of_an_aligned_learner_has_its_codes(
     folders: dict[str, Path], format: str
 ) -> None:
-    master = aligned.align(hf.load(folders["qwen3"]), format)
+    master = aligned_forward.align(hf.load(folders["qwen3"]), format)
     near, far = engine_on(master, format), engine_on(hf.load(folders["qwen3"]), format)
     nudge(master, seed=3)
-    aligned.refresh(master)
+    aligned_forward.refresh(master)
     update = WeightUpdate.local(master, 1)
     near.update_weights(update)
     far.update_weights(travelled(update))

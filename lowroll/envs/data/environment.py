@@ -18,8 +18,8 @@ from lowroll.envs.data.functions import (
     load,
     rewards_of,
 )
-from lowroll.envs.outcome import Inapplicable, InvalidScore
 from lowroll.envs.problems import final_answer, perturb
+from lowroll.envs.return_values import Inapplicable, InvalidScore
 from lowroll.envs.rows import SplitRows
 from lowroll.types import Message, Prompt, Score
 

@@ -19,11 +19,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lowroll.envs.answers import Unjudged, equal, last_answer
+from lowroll.envs.answers.equality import Unjudged, equal, last_answer
 from lowroll.envs.base import bounded
 from lowroll.envs.data.columns import ODD, plain
 from lowroll.envs.data.reward_models import RewardModel, is_model
-from lowroll.envs.outcome import (
+from lowroll.envs.return_values import (
     MAX_METRICS,
     MAX_REWARD,
     InvalidScore,

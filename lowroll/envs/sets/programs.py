@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lowroll.envs.base import bounded
 from lowroll.envs.data.files import Located, parse_object
 from lowroll.envs.sets.held_out import HeldOut, HeldOutTask
-from lowroll.envs.sets.hidden import cases
+from lowroll.envs.sets.livecodebench_tests import cases
 from lowroll.envs.sets.rows import column, text_of
 from lowroll.types import Prompt, Score
 

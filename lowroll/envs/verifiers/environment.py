@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from lowroll.envs.base import Environment, assistant_turns, split_of
-from lowroll.envs.outcome import awaited
+from lowroll.envs.return_values import awaited
 from lowroll.envs.tools import with_counts
 from lowroll.envs.user_errors import describe
 from lowroll.envs.verifiers.source import VerifiersSource, refuse_missing

@@ -21,7 +21,7 @@ from verifiers.v1.episode import EnvInfo
 from verifiers.v1.state import state_cls
 from verifiers.v1.utils.decorators import invoke_all
 
-from lowroll.envs.outcome import awaited
+from lowroll.envs.return_values import awaited
 from lowroll.envs.tools import MALFORMED
 from lowroll.envs.verifiers.source import TurnPending, VerifiersSource, calls_of, plain
 from lowroll.types import Message, Score

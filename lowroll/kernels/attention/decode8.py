@@ -1,4 +1,4 @@
-"""Decode attention over a paged cache of 8-bit codes (`kernels.attention.codes`).
+"""Decode attention over a paged cache of 8-bit codes (`kernels.attention.quantized_cache`).
 
 Codes become float16 without loss and enter the products unscaled: a key's scale multiplies its
 column of scores, and a value's scale 2^e joins the exponent of its weight,
@@ -18,7 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels.attention import decode, paged
-from lowroll.kernels.attention.codes import (
+from lowroll.kernels.attention.decode import (
+    combine,
+    newest_slots,
+    packed_heads,
+    split_outputs,
+    split_share,
+)
+from lowroll.kernels.attention.quantized_cache import (
     CARRY,
     FINER,
     LEAST,
@@ -26,13 +33,6 @@ from lowroll.kernels.attention.codes import (
     decode_keys,
     decode_values,
     encode,
-)
-from lowroll.kernels.attention.decode import (
-    combine,
-    newest_slots,
-    packed_heads,
-    split_outputs,
-    split_share,
 )
 from lowroll.kernels.launch import (
     after_others,

@@ -11,7 +11,7 @@
 //
 // The new token's key and value stand in for its slot of the last tile, and are written there for the next step.
 //
-// With CODES the cache holds e4m3 codes with scales (kernels/attention/codes.py). A warp writes those of its new token
+// With CODES the cache holds e4m3 codes with scales (kernels/attention/quantized_cache.py). A warp writes those of its new token
 // before it fetches the tile that they are in. Codes become float16 on their way into the products: two of a token lie in
 // 16 bits, so lane (g, t) has the numbers 4 t .. 4 t + 3 of 16 of a key, where a product of 16-bit numbers has 2 t, 2 t + 1,
 // 2 t + 8 and 2 t + 9, and the sums' rows g and g + 8 are the numbers 2 g and 2 g + 1 of 16 of a value. The scales go

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels import nvcc
-from lowroll.kernels.attention.codes import Codes
+from lowroll.kernels.attention.quantized_cache import Codes
 from lowroll.kernels.build import fields
 from lowroll.kernels.launch import early
 from lowroll.kernels.support import NO_CUDA, Support, cuda_supports, no

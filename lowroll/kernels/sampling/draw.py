@@ -23,7 +23,7 @@ from lowroll.kernels.launch import after_others, block, early_start, jit, tl, tr
 from lowroll.kernels.sampling import avx2
 from lowroll.kernels.sampling.filters import Filters, Kept, keep
 from lowroll.kernels.sampling.noise import STREAM, best_of, gumbel
-from lowroll.kernels.sampling.tiles import (
+from lowroll.kernels.sampling.tile_statistics import (
     TILE,
     WARPS,
     is_distribution,

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports
-from lowroll.kernels.sampling.search import (
+from lowroll.kernels.sampling.threshold_search import (
     LOWEST,
     key_of,
     list_blocks,
@@ -35,7 +35,7 @@ from lowroll.kernels.sampling.search import (
     value_of,
     weigh,
 )
-from lowroll.kernels.sampling.tiles import (
+from lowroll.kernels.sampling.tile_statistics import (
     BLOCK,
     TILE,
     TileScores,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.launch import block, jit, tl, triton_supports
-from lowroll.kernels.sampling.tiles import WARPS, row_of, tiles_of
+from lowroll.kernels.sampling.tile_statistics import WARPS, row_of, tiles_of
 
 
 def log_probs(logits_BV: Tensor, targets_B: Tensor, temperature: float) -> Tensor:

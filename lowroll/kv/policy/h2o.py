@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels.kv_eviction.choose import best_and_last
-from lowroll.kernels.kv_eviction.watch import add_attended, add_supports
+from lowroll.kernels.kv_eviction.recording import add_attended, add_supports
 from lowroll.kv.batch import DecodeRows, PromptChunk
 from lowroll.kv.cache import KVCache
 from lowroll.kv.policy.base import Selector, copy_slots, num_pages, num_slots

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lowroll.kernels.kv_eviction import score
 from lowroll.kernels.kv_eviction.choose import best_and_last
-from lowroll.kernels.kv_eviction.watch import remember
+from lowroll.kernels.kv_eviction.recording import remember
 from lowroll.kv.batch import DecodeRows, PromptChunk
 from lowroll.kv.cache import KVCache
 from lowroll.kv.policy.base import Selector, copy_slots, num_slots

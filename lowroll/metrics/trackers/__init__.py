@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from lowroll.checkpoint.files import write_file
+from lowroll.checkpoint.atomic_files import write_file
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lowroll.config import RunConfig, as_config
-from lowroll.envs import cells
+from lowroll.envs import notebook_files
 from lowroll.runs.folder import ENVIRONMENTS
 
 
@@ -22,14 +22,16 @@ def read(
     texts: dict[Path, str] = {}
 
     def build(id_of: Callable[[Any], str]) -> RunConfig:
-        return as_config(cells.replaced(config, id_of), cells.replaced(overrides, id_of))
+        return as_config(
+            notebook_files.replaced(config, id_of), notebook_files.replaced(overrides, id_of)
+        )
 
     def placeholder(value: Any) -> str:
         python_objects.append(value)
         return "reverse-text"
 
     def id_in_file(value: Any) -> str:
-        env_file = cells.named(value, folder)
+        env_file = notebook_files.named(value, folder)
         if env_file.file is not None:
             texts[env_file.file] = env_file.text
         return env_file.id

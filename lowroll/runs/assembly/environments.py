@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from lowroll import envs
 from lowroll.config import EnvConfig, RunConfig
 from lowroll.envs import Environment, child
-from lowroll.envs.output import readable
 from lowroll.envs.scorer_pool import ScorerPool
+from lowroll.envs.worker_output import readable
 
 
 def make(wanted: tuple[EnvConfig, ...], seed: int) -> dict[str, Environment]:

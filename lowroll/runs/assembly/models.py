@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lowroll.config import RunConfig
-from lowroll.kernels.matmul.w8a8 import scaled_mm_supports
+from lowroll.kernels.matmul.w8a8_cuda import scaled_mm_supports
 from lowroll.model import exact, hf, lora, scaling
 from lowroll.model.folder import resolve
 from lowroll.model.headers import low_bit_format
@@ -21,7 +21,7 @@ from lowroll.runs.assembly import exactness, trainer
 from lowroll.runs.assembly.compute import Compute
 from lowroll.trainer import recompute
 from lowroll.trainer.critic import Critic
-from lowroll.weights import aligned
+from lowroll.weights import aligned_forward
 from lowroll.weights.publish import dequantize_base, quantize_base
 
 log = logging.getLogger(__name__)
@@ -55,11 +55,11 @@ def learner(cfg: RunConfig, compute: Compute) -> Transformer:
     else:
         model.requires_grad_(True)
     if cfg.forward_weights is not None:
-        aligned.align(model, compute.format(cfg.forward_weights))
+        aligned_forward.align(model, compute.format(cfg.forward_weights))
     if exactness.of_learner(cfg, compute, model.spec):
         exact.make(model)
     if train.backward == "fp8":
-        aligned.transpose(model)
+        aligned_forward.transpose(model)
     return recompute.apply(model, train.sized().activation_checkpointing or False)
 
 

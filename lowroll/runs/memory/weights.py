@@ -11,7 +11,7 @@ from math import prod
 import torch
 
 from lowroll.config import RunConfig
-from lowroll.kernels.matmul import limbs, ordered, w4_avx2, w8a8_onednn, w8a8_vnni
+from lowroll.kernels.matmul import float32_by_int8, ordered, w4_avx2, w8a8_onednn, w8a8_vnni
 from lowroll.model import lora
 from lowroll.model.experts import StackedLinear
 from lowroll.model.linear import Linear
@@ -103,13 +103,13 @@ def learner(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 def turned_codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
     """Count the codes by which a frozen int8 base multiplies gradients (`model.frozen`)."""
-    if compute.dtype != torch.float32 or not limbs.supports_device(compute.device):
+    if compute.dtype != torch.float32 or not float32_by_int8.supports_device(compute.device):
         return 0
     format = get_format(compute.format(cfg.rollout.weights))
     return sum(
         _num_weights(linear)
         for name, linear in model.linears()
-        if isinstance(format.of(name), Int8) and _num_weights(linear) >= limbs.LEAST
+        if isinstance(format.of(name), Int8) and _num_weights(linear) >= float32_by_int8.LEAST
     )
 
 
@@ -244,7 +244,7 @@ def watch(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 def watching(cfg: RunConfig, model: Transformer) -> int:
     """Count the temporary float32 matrices of `weights/*`: of this layer and the previous one
-    (`weights.watch`)."""
+    (`weights.update_metrics`)."""
     if not _is_watched(cfg):
         return 0
     if not cfg.train.lora:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lowroll.checkpoint.files import read_file
+from lowroll.checkpoint.atomic_files import read_file
 from lowroll.transport.base import PeerSilent
 from lowroll.types import printable
 

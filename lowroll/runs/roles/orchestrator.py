@@ -20,8 +20,8 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
+from lowroll.checkpoint.atomic_files import write_file
 from lowroll.checkpoint.fault_injection import faultpoint
-from lowroll.checkpoint.files import write_file
 from lowroll.checkpoint.store import Store
 from lowroll.config import RunConfig
 from lowroll.config.surogate.roles import GIVEN

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lowroll.checkpoint.files import read_file
+from lowroll.checkpoint.atomic_files import read_file
 from lowroll.checkpoint.lock import RunLockedError, refuse_locked
 from lowroll.runs.roles.local import LocalProcess, exit_of, is_port_free
 from lowroll.runs.roles.role import Exit, RoleProcess, is_writer

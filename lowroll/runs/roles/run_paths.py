@@ -15,7 +15,7 @@ import os
 import secrets
 from pathlib import Path
 
-from lowroll.checkpoint.files import read_file
+from lowroll.checkpoint.atomic_files import read_file
 from lowroll.config import RunConfig
 
 TRAINER, ORCHESTRATOR, ENGINE, LAUNCHER = "trainer", "orchestrator", "engine", "launcher"

@@ -16,8 +16,8 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from lowroll.checkpoint.atomic_files import write_file
 from lowroll.checkpoint.disk_space import NO_ROOM
-from lowroll.checkpoint.files import write_file
 from lowroll.checkpoint.lock import LOCK, RunLock, RunLockedError, refuse_locked
 from lowroll.checkpoint.logfile import Warnings
 from lowroll.config import RunConfig

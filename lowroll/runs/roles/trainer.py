@@ -12,8 +12,8 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 
+from lowroll.checkpoint.atomic_files import write_file
 from lowroll.checkpoint.fault_injection import faultpoint
-from lowroll.checkpoint.files import write_file
 from lowroll.config import RunConfig
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import Record, read
@@ -40,7 +40,7 @@ from lowroll.weights.sync.base import transfer_token
 from lowroll.weights.sync.changes import Shadow
 from lowroll.weights.sync.folder import FolderPublisher
 from lowroll.weights.sync.server import WeightServer
-from lowroll.weights.watch import AdapterWatch, WeightWatch
+from lowroll.weights.update_metrics import AdapterWatch, WeightWatch
 
 log = logging.getLogger(__name__)
 

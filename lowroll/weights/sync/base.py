@@ -1,6 +1,6 @@
 """Published weights as their readers see them: one folder for each version (docs/server.md).
 
-    broadcasts/step_000007/    as `checkpoint.publish` leaves it, with its MANIFEST.json
+    broadcasts/step_000007/    as `checkpoint.atomic_folders` leaves it, with its MANIFEST.json
                step_000007/STABLE    JSON: version, attempt, kind, manifest_digest, noise
 
 The SHA-256 of the manifest covers every byte.
@@ -20,8 +20,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from lowroll.checkpoint.files import read_file
-from lowroll.checkpoint.publish import MANIFEST, read_meta
+from lowroll.checkpoint.atomic_files import read_file
+from lowroll.checkpoint.atomic_folders import MANIFEST, read_meta
 from lowroll.transport.base import TransportError, wait_until
 from lowroll.types import printable
 

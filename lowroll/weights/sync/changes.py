@@ -1,5 +1,5 @@
 """Changes of the tensors that an engine holds: all that an aligned learner sends, whose codes are
-the engine's (`weights.aligned`).
+the engine's (`weights.aligned_forward`).
 
     {name}            a tensor whole: a norm that takes noise, or one of which most has changed
     {name}.gaps       int16 [n], read as unsigned: steps between changed entries, from -1 on

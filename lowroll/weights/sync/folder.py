@@ -28,9 +28,8 @@ import msgspec
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lowroll.checkpoint.fault_injection import faultpoint
-from lowroll.checkpoint.files import sync_folder, write_file
-from lowroll.checkpoint.publish import (
+from lowroll.checkpoint.atomic_files import sync_folder, write_file
+from lowroll.checkpoint.atomic_folders import (
     MANIFEST,
     DamagedError,
     publish_folder,
@@ -39,6 +38,7 @@ from lowroll.checkpoint.publish import (
     remove_leftovers,
     verify_folder,
 )
+from lowroll.checkpoint.fault_injection import faultpoint
 from lowroll.model import adapter_base as bases
 from lowroll.model import hf, lora, scaling
 from lowroll.model.headers import read_headers

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from lowroll.checkpoint.publish import publish_folder
+from lowroll.checkpoint.atomic_folders import publish_folder
 from lowroll.engine.remote.vllm.server import ServedModel
 from lowroll.model import hf, lora
 from lowroll.model.headers import low_bit_format

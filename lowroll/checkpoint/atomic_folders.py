@@ -25,8 +25,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lowroll.checkpoint.atomic_files import (
+    is_disk_full,
+    naming,
+    read_file,
+    sync_folder,
+    system_error,
+)
 from lowroll.checkpoint.fault_injection import faultpoint
-from lowroll.checkpoint.files import is_disk_full, naming, read_file, sync_folder, system_error
 from lowroll.types import printable
 
 log = logging.getLogger(__name__)

@@ -1,11 +1,12 @@
-"""Quantized rows times 8-bit weights: int8 with int32 sums, e4m3 with float32 sums.
+"""Quantized rows times 8-bit weights on CUDA: int8 with int32 sums, e4m3 with float32 sums. On a CPU
+`quant.int8` chooses among `w8a8_vnni`, `w8a8_onednn` and `w8a8_float32`.
 
     y[m, n] = (sum_k x[m, k] w[n, k]) * row[m] * column[n] + bias[n]
 
-On CUDA few rows go to `gemv`, more int8 rows to `integers`, e4m3 to `torch._scaled_mm`. Up to
-`WIDE` rows the next kernel applies the scales, to sums rounded once more, since `_scaled_mm` is up
-to twice slower with them (docs/LOG.md). Larger products of up to `SHORT` features use
-`use_fast_accum`, and so do gradients: a tenth faster, with a loss below bfloat16's rounding.
+Few rows go to `gemv`, more int8 rows to `w8a8_triton`, e4m3 to `torch._scaled_mm`. Up to `WIDE` rows
+the next kernel applies the scales, to sums rounded once more, since `_scaled_mm` is up to twice
+slower with them (docs/LOG.md). Larger products of up to `SHORT` features use `use_fast_accum`, and
+so do gradients: a tenth faster, with a loss below bfloat16's rounding.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels.launch import triton_supports
-from lowroll.kernels.matmul import gemv, integers, w8a8_float32
+from lowroll.kernels.matmul import gemv, w8a8_triton
 from lowroll.kernels.quantize.rows import E4M3, Product, QuantizedRows
 from lowroll.kernels.support import YES, Support, no
 
@@ -48,11 +49,8 @@ def _multiply_int8(
     rows: QuantizedRows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None
 ) -> Product:
     if triton_supports(codes_NK):
-        return Product(integers.multiply(rows, codes_NK, scale_N, bias_N), dtype=rows.dtype)
-    if codes_NK.is_cuda:
-        sums_MN = torch._int_mm(rows.codes_MK, codes_NK.t()).float()
-    else:
-        sums_MN = w8a8_float32.multiply(rows.codes_MK, w8a8_float32.split(codes_NK))
+        return Product(w8a8_triton.multiply(rows, codes_NK, scale_N, bias_N), dtype=rows.dtype)
+    sums_MN = torch._int_mm(rows.codes_MK, codes_NK.t()).float()
     return Product(sums_MN * scale_N.flatten(), rows.scale_M1, None, bias_N, rows.dtype)
 
 

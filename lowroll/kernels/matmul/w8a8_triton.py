@@ -1,4 +1,4 @@
-"""int8 rows times int8 weights with int32 sums, in Triton (`kernels.matmul.w8a8`).
+"""int8 rows times int8 weights with int32 sums, in Triton (`kernels.matmul.w8a8_cuda`).
 
 Sums are exact, so results do not depend on tiles, splits or the batch. Weights are the left
 operand: Hopper's matrix instruction takes at least 64 rows of the left and as few as 8 of the

@@ -13,7 +13,7 @@ from decimal import Decimal
 from functools import lru_cache
 from itertools import product
 
-from lowroll.envs.notation import (
+from lowroll.envs.answers.notation import (
     DOTS,
     NAME,
     choice,
@@ -312,7 +312,7 @@ def _same_relation(gold: Form, answer: Form) -> bool:
         return False
     if len(gold.parts) > 2:
         return _match_pairwise(gold.parts, answer.parts)
-    from lowroll.envs import expressions
+    from lowroll.envs.answers import expressions
 
     factor = expressions.proportion(gold.parts, answer.parts)
     may_be_negative = gold.signs in ("=", r"\neq")  # a negative factor turns an inequality
@@ -397,7 +397,7 @@ def _same_amount(gold: str, answer: str) -> bool:
 def _is_truncation(text: str, other: str) -> bool:
     if not text.endswith(DOTS) or DOTS in other:
         return False
-    from lowroll.envs import expressions
+    from lowroll.envs.answers import expressions
 
     return expressions.begins(text.removesuffix(DOTS).strip(), other)
 
@@ -415,7 +415,7 @@ def same_value(gold: str, answer: str, shift: int = 0) -> bool:
             return True
         if len(gold_readings) == len(answer_readings) == 1:
             return False
-    from lowroll.envs import expressions
+    from lowroll.envs.answers import expressions
 
     if shift:
         gold_readings = [rf"({reading}) \cdot 10^{{{shift}}}" for reading in gold_readings]

@@ -23,8 +23,8 @@ from latex2sympy2_extended.math_normalization import NormalizationConfig, normal
 from math_verify import verify
 from sympy.core.function import AppliedUndef
 
-from lowroll.envs.answer_limits import UNFINISHED, AnswerTimeout, Costly, refuse_text, refuse_tree
-from lowroll.envs.notation import repeating, ungrouped
+from lowroll.envs.answers.limits import UNFINISHED, AnswerTimeout, Costly, refuse_text, refuse_tree
+from lowroll.envs.answers.notation import repeating, ungrouped
 
 log = logging.getLogger(__name__)
 

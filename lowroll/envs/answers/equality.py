@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lowroll.envs.notation import plain, quantity, stated_number, tidy, unboxed
+from lowroll.envs.answers.notation import plain, quantity, stated_number, tidy, unboxed
 from lowroll.envs.time_limit import limited
 
 MAX_ANSWER = 1000  # characters; a longer one is wrong by rule
@@ -154,14 +154,14 @@ def equal(gold: str, answer: str, ordered: bool = False) -> bool:
     if same_numbers:
         return True
     # only formulas need these, which import sympy
-    from lowroll.envs import answer_limits, expressions, forms
+    from lowroll.envs.answers import expressions, forms, limits
 
     try:
-        with limited(MAX_SECONDS, answer_limits.AnswerTimeout, of_cpu=True):
+        with limited(MAX_SECONDS, limits.AnswerTimeout, of_cpu=True):
             return forms.matches(gold, answer, ordered)
     except expressions.GoldError:
         raise
-    except (Exception, answer_limits.AnswerTimeout) as error:
+    except (Exception, limits.AnswerTimeout) as error:
         raise Unjudged(f"{type(error).__name__}: {error}"[:200]) from error
 
 

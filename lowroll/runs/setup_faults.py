@@ -43,9 +43,9 @@ from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
 from lowroll.quant.table import is_dense
 from lowroll.runs.policy_gap import excerpt, token_scores
-from lowroll.trainer.probe import Probe
+from lowroll.trainer.mismatch_probe import Probe
 from lowroll.types import Batch
-from lowroll.weights import aligned
+from lowroll.weights import aligned_forward
 
 log = logging.getLogger(__name__)
 
@@ -249,9 +249,9 @@ def _with_ropes(model: Transformer, spec: ModelSpec) -> Iterator[None]:
 
 @contextmanager
 def _in_format(model: Transformer, weights: str) -> Iterator[None]:
-    with aligned.suspended(model):
+    with aligned_forward.suspended(model):
         if not is_dense(weights):
-            aligned.align(model, weights)
+            aligned_forward.align(model, weights)
         yield
 
 
