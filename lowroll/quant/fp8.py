@@ -5,11 +5,12 @@
     codes       q = e4m3(clamp(v / s, -448, 448)), to nearest, ties to even
     product     y[m, n] = (sum_k q_x q_w) s_x s_w + bias[n]
 
-Sums are float32's. Per channel, CUDA multiplies the codes themselves
-(`kernels.matmul.w8a8_cuda`), with an error of at most 5e-5 of the product of the norms, 4e-4 with
-many short rows (H200; docs/LOG.md). Elsewhere codes are multiplied as float32. The activation floor is vLLM's; weight scales are those
-of compressed-tensors' FP8_DYNAMIC and DeepSeek-V3's blocks (arXiv 2412.19437, section 3.3.2). Tiles
-cover the fused matrix, so the parts before a part must have a multiple of 128 rows.
+Sums are float32's. Per channel, CUDA multiplies the codes themselves (`kernels.matmul.w8a8_cuda`),
+with an error of at most 5e-5 of the product of the norms, 4e-4 with many short rows (H200;
+docs/LOG.md). Elsewhere codes are multiplied as float32. The activation floor is vLLM's; weight
+scales are those of compressed-tensors' FP8_DYNAMIC and DeepSeek-V3's blocks (arXiv 2412.19437,
+section 3.3.2). Tiles cover the fused matrix, so the parts before a part must have a multiple of 128
+rows.
 
 Legend: `quant`.
 """
