@@ -1,4 +1,4 @@
-"""code: programs in Python, scored by hidden tests in a sandbox (docs/code.md)."""
+"""code: programs in Python, scored by hidden tests in a sandbox (docs/programs.md)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CodeTask:
 
 
 class Code(Environment):
-    """Programs scored by hidden tests. docs/code.md lists the metrics."""
+    """Programs scored by hidden tests. docs/programs.md lists the metrics."""
 
     def __init__(
         self,

@@ -71,16 +71,16 @@ def test_the_tour_of_the_python_page_runs(
     assert "KL a token:" in capsys.readouterr().out
 
 
-def test_the_python_of_the_usage_page_runs(
+def test_the_python_of_the_usage_pages_runs(
     clone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    price, validate, merge = blocks(ROOT / "docs/usage.md", "python")
+    price, merge = blocks(ROOT / "docs/usage.md", "python")
     run_block(price, clone, monkeypatch)
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert set(lines) == set(lowroll.formats())
     assert lines["int8"].startswith("8.12 bits") and lines["nvfp4"].startswith("4.50 bits")
     assert float(lines["int8"].split()[-1]) < float(lines["nvfp4"].split()[-1]) < 0.2
-    run_block(validate, clone, monkeypatch)
+    run_block(blocks(ROOT / "docs/environments.md", "python")[0], clone, monkeypatch)
     assert "Validation(env='examples/my_env.py'" in capsys.readouterr().out
 
     base = clone / "outputs/demo/model"

@@ -1,4 +1,4 @@
-"""The page about conversations: its environment works."""
+"""The page about environments: its conversation works."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGE = DOCS / "environments.md"
 
 def test_the_environment_of_the_page_answers_and_scores(tmp_path: Path) -> None:
     file = tmp_path / "halves.py"
-    file.write_text(blocks(PAGE, "python")[0])
+    file.write_text(blocks(PAGE, "python")[1])
     env = make(str(file), name="halves")
     assert env.validate(8).ok
     prompt = env.prompt(0)

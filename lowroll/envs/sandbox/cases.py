@@ -1,4 +1,4 @@
-"""Hidden tests, resource limits of a program, and the comparison of outputs (docs/code.md).
+"""Hidden tests, resource limits of a program, and the comparison of outputs (docs/programs.md).
 
 `11` is not `0011`, but words with a decimal point or exponent compare by value, as in TACO's judge.
 """
@@ -32,7 +32,7 @@ class Case:
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """Resource limits of a program (docs/code.md). `seconds`, `memory_mb` and `files` are per
+    """Resource limits of a program (docs/programs.md). `seconds`, `memory_mb` and `files` are per
     process, the others for all together."""
 
     seconds: float = 4.0

@@ -1,4 +1,4 @@
-"""Hidden tests in the shapes that data sets have (docs/code.md), and the program in a response."""
+"""Hidden tests in the shapes that data sets have (docs/programs.md), and the program in a response."""
 
 from __future__ import annotations
 
