@@ -33,8 +33,10 @@ import torch
 from bench.harness import RESULTS, OneOf, SomeOf, here, merged, parser_of, say
 from lowroll.checkpoint.files import write_file
 from lowroll.config import RunConfig, from_mapping
+from lowroll.runs.grpo import run
 
 Found = dict[str, Any]
+Runs = Sequence[Mapping[str, Any]]
 SUMMED = "mean over the seeds (smallest to largest)"
 
 
@@ -54,16 +56,22 @@ class Experiment:
     """An experiment: the name of its file, common settings, and what each arm changes.
 
     warm_start: `(folder, device, change)` writes the weights that all runs start from as
-    `folder/model`, and returns what is recorded of them. train: `(arm, seed, gpu, *, steps, folder,
-    device, change, until)` makes a run and returns its record; until: see `ending_by`. slowest:
-    the arm that begins first, so that nothing waits for it at the end.
+    `folder/model`, and returns what is recorded of them. scores: the held-out scores of a model
+    folder by a run's configuration and that of the first arm. curves: the metrics that are stored,
+    with all of `families`. env: the environment of the problems in a folder, where the settings
+    name none. before: what is recorded of a run's beginning. slowest: the arm that begins first, so
+    that nothing waits for it at the end.
     """
 
     name: str
     settings: Mapping[str, Any]
     arms: Mapping[str, Mapping[str, Any]]
     warm_start: Callable[[Path, str, Mapping[str, Any]], Found]
-    train: Callable[..., Found]
+    scores: Callable[[RunConfig, RunConfig, Path], dict[str, float]]
+    curves: tuple[str, ...]
+    families: tuple[str, ...] = ()
+    env: Callable[[Path], list[dict[str, Any]]] | None = None
+    before: Callable[[RunConfig, Path], Found] | None = None
     slowest: str = ""
 
     def options(
@@ -78,6 +86,48 @@ class Experiment:
             "--work", type=Path, help="folder of models and logs; default: none stays"
         )
         return parser
+
+    def config(
+        self, arm: str, seed: int, steps: int, folder: Path, device: str, change: Mapping[str, Any]
+    ) -> RunConfig:
+        """Return the run of an arm and a seed, as a user's YAML file would say it."""
+        tree = merged(merged(self.settings, change), self.arms[arm])
+        if self.env is not None:
+            tree.setdefault("env", self.env(folder))
+        return from_mapping(merged(tree, own_settings(arm, seed, steps, folder, device)))
+
+    def train(
+        self,
+        arm: str,
+        seed: int,
+        gpu: int,
+        *,
+        steps: int,
+        folder: Path,
+        device: str,
+        change: Mapping[str, Any],
+        until: float = math.inf,
+    ) -> Found:
+        """Make a run in a process of its own; return its curves and the scores of its final model.
+        until: see `ending_by`."""
+        began = time.monotonic()
+        cfg, first = (
+            self.config(name, seed, steps, folder, device, change)
+            for name in (arm, next(iter(self.arms)))
+        )
+        with alone(gpu, cfg):
+            before = {} if self.before is None else self.before(cfg, folder / "model")
+            with ending_by(until):
+                result = run(cfg, overwrite=True)
+            after = {} if result.signal else self.scores(cfg, first, result.folder / "final")
+        return {
+            "variant": arm,
+            "seed": seed,
+            "seconds": round(time.monotonic() - began, 1),
+            **before,
+            "after": after,
+            "curves": recorded(result.records, self.curves, self.families),
+        }
 
     def main(self, args: argparse.Namespace) -> list[Found]:
         """Make the runs that are missing; return all that stand in the file."""
@@ -162,13 +212,6 @@ def is_whole(one: Mapping[str, Any], steps: int) -> bool:
     return bool(one["after"]) and all(len(curve) == steps for curve in one["curves"].values())
 
 
-def placed(
-    tree: Mapping[str, Any], name: str, seed: int, steps: int, folder: Path, device: str
-) -> RunConfig:
-    """Return settings with a run's own name, seed and place."""
-    return from_mapping(merged(tree, own_settings(name, seed, steps, folder, device)))
-
-
 def own_settings(name: str, seed: int, steps: int, folder: Path, device: str) -> dict[str, Any]:
     """Return the settings in which runs differ whatever their arm."""
     return {
@@ -216,11 +259,6 @@ def ending_by(until: float) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def made(name: str, seed: int, began: float, **found: Any) -> Found:
-    """Return what is stored of a run."""
-    return {"variant": name, "seed": seed, "seconds": round(time.monotonic() - began, 1), **found}
-
-
 def recorded(
     records: Sequence[Mapping[str, Any]], names: Sequence[str], families: tuple[str, ...] = ()
 ) -> dict[str, list[float | None]]:
@@ -245,10 +283,20 @@ def mean_of(one: Mapping[str, Any], name: str, count: int | None) -> float | Non
     return statistics.fmean(known) if known else None
 
 
-def mean_over(runs: Sequence[Mapping[str, Any]], name: str, count: int | None, form: str) -> str:
-    """Return the mean over runs of `mean_of`, in a format; `-` where no run has the curve."""
-    found = [value for one in runs if (value := mean_of(one, name, count)) is not None]
-    return format(statistics.fmean(found), form) if found else "-"
+def mean_over(name: str, count: int | None, form: str) -> Callable[[Runs], str]:
+    """Return the column of the mean over runs of `mean_of`, in a format; `-` where no run has the
+    curve."""
+
+    def column(runs: Runs) -> str:
+        found = [value for one in runs if (value := mean_of(one, name, count)) is not None]
+        return format(statistics.fmean(found), form) if found else "-"
+
+    return column
+
+
+def table(columns: Mapping[str, Callable[[Runs], str]], runs: Runs) -> list[tuple[str, ...]]:
+    """Return a line for each arm: its name, and what each column says of its runs."""
+    return [(arm, *(of(own) for of in columns.values())) for arm, own in by_arm(runs).items()]
 
 
 def spread(values: Sequence[float], form: str = ".3f") -> str:
@@ -259,7 +307,7 @@ def spread(values: Sequence[float], form: str = ".3f") -> str:
     return mean if low == high else f"{mean} ({low} to {high})"
 
 
-def by_arm(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+def by_arm(runs: Runs) -> dict[str, list[Mapping[str, Any]]]:
     """Return the runs of each arm, in the order of their first ones."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for one in runs:

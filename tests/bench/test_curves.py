@@ -24,7 +24,7 @@ LORA_CORRECTIONS = {"bf16 lora": "none", "nvfp4 lora": "tis", "nvfp4 lora noise"
 @pytest.mark.parametrize("arm", curves.ARMS)
 def test_an_arm_changes_what_its_name_says_and_nothing_else(arm: str, tmp_path: Path) -> None:
     change = {"train": {"warmup_steps": 1}}
-    cfg = curves.settings(arm, 3, 150, tmp_path, "cpu", change)
+    cfg = curves.EXPERIMENT.config(arm, 3, 150, tmp_path, "cpu", change)
     format, *words = arm.split()
     assert cfg.rollout.weights == format and (cfg.noise is not None) == ("noise" in words)
     assert (cfg.train.forward == "aligned") == ("aligned" in words)
@@ -32,7 +32,7 @@ def test_an_arm_changes_what_its_name_says_and_nothing_else(arm: str, tmp_path: 
     assert cfg.train.lora == ("lora" in words)
     wanted = [CORRECTIONS[word] for word in words if word in CORRECTIONS] or ["none"]
     assert cfg.correction == LORA_CORRECTIONS.get(arm, wanted[0])
-    plain = curves.settings("bf16", 3, 150, tmp_path, "cpu", change)
+    plain = curves.EXPERIMENT.config("bf16", 3, 150, tmp_path, "cpu", change)
     same = ("seed", "env", "batch_size", "rollouts_per_example", "sft", "dtype", "model")
     assert [getattr(cfg, name) for name in same] == [getattr(plain, name) for name in same]
     assert cfg.train.warmup_steps == 1 and cfg.train.minibatches >= 2
@@ -170,7 +170,7 @@ def test_the_whole_experiment_runs_at_a_reduced_scale(
     before = curves.EXPERIMENT.warm_started(tmp_path, "cpu", change)
     assert len(before["sha256"]) == 16 and before["sft_steps"] == 1
     assert curves.EXPERIMENT.warm_started(tmp_path, "cpu", change) == before
-    make = partial(curves.train, folder=tmp_path, device="cpu", change=change)
+    make = partial(curves.EXPERIMENT.train, folder=tmp_path, device="cpu", change=change)
     one = make("int8_rotated acr", 0, 0, steps=1)
     assert set(one["after"]) == {"greedy", "own", "sampled", "pass@8"}
     assert len(one["curves"]["mismatch/kl_k3"]) == 1 and is_whole(one, 1)
