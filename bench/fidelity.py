@@ -116,19 +116,31 @@ SPEED_TOKENS = {1: 16, 16: 8}  # decoded tokens of each row, by rows
 ROUNDS = 2
 CAP = 2.0  # of `loss.cap`
 SAMPLES = 4  # answers to each prompt of `CALIBRATION`
-COLUMNS = {  # name of a stored value: its unit
-    "bits": "bits a weight",
-    "bytes": "MB",
-    "weights": "nats a token",
-    "with activations": "nats a token",
-    "decode -> prefill": "nats a token",
-    "decode -> learner": "nats a token",
-    "mean |dlogp|": "nats",
-    "ESS": "",
-    "cut": "of the weight",
-    "decode -> base": "nats a token",
-    "ESS to base": "",
+
+
+@dataclass(frozen=True)
+class Column:
+    """A stored value: its unit, and its head and format in the table."""
+
+    unit: str
+    head: str
+    form: str
+
+
+COLUMNS = {
+    "bits": Column("bits a weight", "bits", ".3g"),
+    "bytes": Column("MB", "MB", ".0f"),
+    "weights": Column("nats a token", "KL: weights", ".1e"),
+    "with activations": Column("nats a token", "KL: with activations", ".1e"),
+    "decode -> prefill": Column("nats a token", "decode -> prefill", ".1e"),
+    "decode -> learner": Column("nats a token", "decode -> learner", ".1e"),
+    "mean |dlogp|": Column("nats", "mean abs dlogp", ".2g"),
+    "ESS": Column("", "ESS", ".3f"),
+    "cut": Column("of the weight", "cut", ".1%"),
+    "decode -> base": Column("nats a token", "decode -> shared base (LoRA)", ".1e"),
+    "ESS to base": Column("", "ESS", ".3f"),
 }
+HEAD = ("format", *(column.head for column in COLUMNS.values()), "speed, 1 / 16 rows")
 # what issue 31 asks of formats on SmolLM2: KL with activations, at most
 MUST = {
     "int8_rotated": (7e-3, 3e-3),
@@ -411,8 +423,8 @@ def rows_of(
     model: str, way: str, values: Mapping[str, float], speed: Mapping[int, list[float]]
 ) -> list[Row]:
     found = {
-        column: Row(f"{model} {way}: {column}", unit, values[column])
-        for column, unit in COLUMNS.items()
+        name: Row(f"{model} {way}: {name}", column.unit, values[name])
+        for name, column in COLUMNS.items()
     }
     must, aim = MUST.get(way, (None, None)) if model == "smollm2" else (None, None)
     bound = replace(found["with activations"], must=must, aim=aim, goal="ours at most")
@@ -429,23 +441,6 @@ def rows_of(
     ]
 
 
-HEAD = (
-    "format",
-    "bits",
-    "MB",
-    "KL: weights",
-    "KL: with activations",
-    "decode -> prefill",
-    "decode -> learner",
-    "mean abs dlogp",
-    "ESS",
-    "cut",
-    "decode -> shared base (LoRA)",
-    "ESS",
-    "speed, 1 / 16 rows",
-)
-
-
 def read_table(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return the stored rows as lines of `HEAD`, a way a line, in the order of `WAYS`."""
     found: dict[str, dict[str, float]] = {}
@@ -459,20 +454,8 @@ def read_table(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def line(name: str, values: Mapping[str, float]) -> tuple[str, ...]:
-    nats = ("weights", "with activations", "decode -> prefill", "decode -> learner")
     speed = " / ".join(f"{values[f'speed, {rows} rows']:.2f}x" for rows in SPEED_TOKENS)
-    return (
-        name,
-        f"{values['bits']:.3g}",
-        f"{values['bytes']:.0f}",
-        *(f"{values[column]:.1e}" for column in nats),
-        f"{values['mean |dlogp|']:.2g}",
-        f"{values['ESS']:.3f}",
-        f"{values['cut']:.1%}",
-        f"{values['decode -> base']:.1e}",
-        f"{values['ESS to base']:.3f}",
-        speed,
-    )
+    return (name, *(format(values[key], one.form) for key, one in COLUMNS.items()), speed)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
