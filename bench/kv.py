@@ -55,14 +55,7 @@ from bench.harness import (
     say,
     settle,
 )
-from bench.peer import (
-    Peer,
-    PeerFailed,
-    add_options,
-    share_of_gpu,
-    vllm_command,
-    vllm_environment,
-)
+from bench.peer import Peer, PeerFailed, share_of_gpu, start_vllm
 from bench.placed import Compacting, Placed
 from bench.roofline import bandwidth, kv_bytes_per_token, weight_bytes
 from bench.shapes import SHAPES, random_model
@@ -437,10 +430,8 @@ def beside_vllm(
     if not points:
         return
     vocab_size = SHAPES[args.model]["vocab_size"]
-    command = vllm_command(args.vllm_python)
-    environment = vllm_environment(args.vllm_path)
     try:
-        with Peer(peer_settings(args.model, format, points), command, environment) as peer:
+        with start_vllm(peer_settings(args.model, format, points)) as peer:
             say(f"vLLM {peer.ready['vllm']} is ready after {peer.ready['seconds']:.0f} s")
             for context, batch in points:
                 theirs = peer_ms(peer, context, batch, vocab_size, args.rounds)
@@ -507,9 +498,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         batches=[64, 256],
         rounds=2,
         parts=SomeOf(PARTS),
+        peer=OneOf(("vllm", "none"), "none"),
         device="auto",
     )
-    add_options(parser, "none")
     args = parser.parse_args(argv)
     args.device, args.out = settle(parser, args.device, args.out)
     return args

@@ -14,7 +14,7 @@ The settings of TRL that a device has are tried for two steps each before the ra
 largest micro-batch that fits; the fastest races. What could not be set up is said, and never counted.
 
     python -m bench.race [--steps 12] [--seeds 1] [--score 0.7] [--device auto] [--only SIDE ...]
-                         [--peer-python PATH] [--peer-setting NAME] [--peer-rows R] [--vllm-path FOLDER]
+                         [--peer-python PATH] [--peer-setting NAME] [--peer-rows R]
                          [--subject FOLDER] [--shape NAME] [--change JSON] [--out FOLDER]
 
 One side runs at a time, as a worker of `bench.peer`; the sides of a seed take turns, and another one
@@ -54,7 +54,7 @@ from typing import Any, NamedTuple
 from bench import subject
 from bench.experiment import SUMMED, key, made_here, options, own_settings, short, store
 from bench.harness import device_of, merged, print_table, release, same_kind, say
-from bench.peer import VLLM, Peer, PeerFailed, vllm_path
+from bench.peer import VLLM, Peer, PeerFailed
 from bench.race_table import HEAD, columns, summary
 from bench.race_trl import SETTINGS as PEER_SETTINGS
 from bench.shapes import SHAPES, random_model
@@ -201,11 +201,10 @@ def plain(cfg: RunConfig, folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Launcher:
-    """The start of a side: the device, TRL's Python, and the folder that a vLLM is unpacked in."""
+    """The start of a side: the device, and TRL's Python."""
 
     device: str
     peer_python: str
-    vllm_path: str | None = None
 
     def bytes_in_use(self) -> int:
         """Return the bytes of the GPU that are in use; 0 on a CPU."""
@@ -218,10 +217,11 @@ class Launcher:
         return [sys.executable, "-m", "bench.race_lowroll"]
 
     def environment(self, with_vllm: bool) -> dict[str, str]:
-        """Return the variables of a side, which finds vLLM where it is asked for."""
+        """Return the variables of a side, which finds the vLLM that is unpacked in
+        LOWROLL_VLLM_PATH where it is asked for."""
         if not with_vllm:
             return {"HF_HUB_OFFLINE": "1"}
-        paths = filter(None, (self.vllm_path, os.environ.get("PYTHONPATH")))
+        paths = filter(None, map(os.environ.get, ("LOWROLL_VLLM_PATH", "PYTHONPATH")))
         said = {name: os.environ.get(name, value) for name, value in VLLM.items()}
         return {**said, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
@@ -408,7 +408,6 @@ def parser() -> argparse.ArgumentParser:
         "--shape", choices=list(SHAPES), help="random weights of a shape, without SFT"
     )
     made.add_argument("--peer-python", default=str(PEER_PYTHON), help="the Python that has TRL")
-    made.add_argument("--vllm-path", help="where a vLLM is unpacked; default: LOWROLL_VLLM_PATH")
     made.add_argument("--model", default=MODEL, help="what SFT begins with")
     made.add_argument(
         "--subject", type=Path, help="a folder that the race begins with, without SFT"
@@ -423,7 +422,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if args.peer_setting not in (None, *PEER_SETTINGS):
         p.error(f"--peer-setting: {args.peer_setting!r} is none of {', '.join(PEER_SETTINGS)}")
     args.device = device_of(p, args.device).type
-    launcher = Launcher(args.device, args.peer_python, vllm_path(args.vllm_path))
+    launcher = Launcher(args.device, args.peer_python)
     place = "gpu" if args.device == "cuda" else ""
     path = args.out / f"{'-'.join(filter(None, ('race', place, args.shape)))}.json"
     with tempfile.TemporaryDirectory() as scratch:

@@ -28,11 +28,12 @@ import random
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +56,7 @@ from bench.harness import (
     speed_row,
     synchronize,
 )
-from bench.peer import (
-    Peer,
-    PeerFailed,
-    add_options,
-    share_of_gpu,
-    vllm_command,
-    vllm_environment,
-)
+from bench.peer import Peer, PeerFailed, share_of_gpu, start_vllm
 from bench.roofline import kv_bytes_per_token, weight_bytes
 from bench.served import Served
 from bench.shapes import SHAPES, random_model
@@ -209,7 +203,7 @@ def cache_tokens(args: argparse.Namespace) -> int:
 # -- against vllm serve ----------------------------------------------------------------------------
 
 
-def start_vllm(args: argparse.Namespace, format: str, folder: Path) -> VllmServer:
+def serve_vllm(args: argparse.Namespace, format: str, folder: Path) -> VllmServer:
     config = shape(args.model)
     cache = cache_tokens(args) * kv_bytes_per_token(config)
     whole = cache + weight_bytes(config, format) + SLACK
@@ -224,7 +218,7 @@ def start_vllm(args: argparse.Namespace, format: str, folder: Path) -> VllmServe
         "memory_fraction": share_of_gpu(whole, 0.9),
         "device": args.device.type,
     }
-    return VllmServer(settings, args.vllm_python, args.vllm_path)
+    return VllmServer(settings)
 
 
 def vllm_client(ours: Side, client: Peer, url: str, concurrency: int, seed: int) -> Seen:
@@ -246,8 +240,7 @@ def beside_vllm(
     """Measure what clients see of both servers, in turns, at every concurrency."""
     say(f"vLLM serves after {vllm.wait():.0f} s")
     warm(ours, vllm.url)
-    command = [*vllm_command(args.vllm_python), "clients"]
-    with Peer({}, command, vllm_environment(args.vllm_path)) as client:
+    with start_vllm({}, "clients") as client:
         for concurrency in args.concurrency:
 
             def of(url: str, concurrency: int = concurrency) -> Callable[[], Seen]:
@@ -291,8 +284,8 @@ def over_vllm(ours: Side, concurrency: int, mine: list[Seen], theirs: list[Seen]
 # -- against the engine without a server -----------------------------------------------------------
 
 
-def rollouts(ours: Side, batch: int, group: int, rounds: int) -> Row:
-    """Return the row of the same rollouts over the server and in process, in turns."""
+def rollouts(ours: Side, batch: int, group: int, rounds: int, store: Callable[..., None]) -> None:
+    """Store the row of the same rollouts over the server and in process, in turns."""
     sides: dict[str, list[float]] = {"server": [], "engine": []}
     for i in range(rounds + 1):  # the first compiles what these shapes need
         prompts = ours.prompts(batch // group, ROLLED, seed=100 + i)
@@ -301,7 +294,8 @@ def rollouts(ours: Side, batch: int, group: int, rounds: int) -> Row:
             sides[name].append(measure(ours, prompts, group))
             say(f"B={batch} n={group}, {name}: {sides[name][-1]:.2f} s")
     name = through_server(ours.model, ours.format, batch, group)
-    return speed_row(name, batch * NEW, "tokens/s", sides["server"][1:], sides["engine"][1:])
+    over, within = sides["server"][1:], sides["engine"][1:]
+    store([speed_row(name, batch * NEW, "tokens/s", over, within)])
 
 
 def over_http(ours: Side, prompts: list[list[int]], group: int) -> float:
@@ -339,8 +333,8 @@ def in_process(ours: Side, prompts: list[list[int]], group: int) -> float:
 # -- while weights change --------------------------------------------------------------------------
 
 
-def updates(ours: Side, device: torch.device) -> list[Row]:
-    """Return the rows of the longest gap of any stream: without an update, in one, and while
+def updates(ours: Side, device: torch.device, store: Callable[..., None]) -> None:
+    """Store the rows of the longest gap of any stream: without an update, in one, and while
     paused."""
     engine = ours.served.engine
     master = random_model(ours.config, device, engine.model.dtype, seed=1)
@@ -371,40 +365,25 @@ def updates(ours: Side, device: torch.device) -> list[Row]:
         rows.append(Row(f"{name}: longest gap, {way}", "ms", statistics.median(longest)))
         say(f"longest gap, {way}: {', '.join(f'{ms:.1f}' for ms in longest)} ms")
     rows.append(Row(f"{name}: the update itself", "ms", statistics.median(seconds[1:]) * 1e3))
-    return rows
+    store(rows)
 
 
 def gap(ours: Side, act: Callable[[], None], seed: int) -> float:
     """Call `act` in mid-stream; return the seconds of the longest gap that ended after it began."""
     engine = ours.served.engine
-    answers: list[dict[str, Any] | Exception] = []
-
-    def ask() -> None:
-        try:
-            answers.append(
-                ours.ask(
-                    ours.served.url,
-                    ours.prompts(STREAMS, 64, seed),
-                    STREAMS,
-                    max_tokens=LONG[engine.model.device.type],
-                    **STREAMED,
-                )
-            )
-        except PeerFailed as error:
-            answers.append(error)
-
+    prompts = ours.prompts(STREAMS, 64, seed)
+    longest = LONG[engine.model.device.type]
     ours.forget()
-    clients = threading.Thread(target=ask)
     before = engine.stats().tokens
-    clients.start()
-    while clients.is_alive() and engine.stats().tokens < before + STREAMS * 32:
-        time.sleep(0.02)
-    began = time.perf_counter()
-    act()
-    clients.join()
-    answer = answers[0]
-    if isinstance(answer, Exception):
-        raise answer
+    with ThreadPoolExecutor(1) as clients:
+        asked = clients.submit(
+            ours.ask, ours.served.url, prompts, STREAMS, max_tokens=longest, **STREAMED
+        )
+        while not asked.done() and engine.stats().tokens < before + STREAMS * 32:
+            time.sleep(0.02)
+        began = time.perf_counter()
+        act()
+    answer = asked.result()
     check(answer)
     return max((seconds for seconds, end in answer["gaps"] if end > began), default=0.0)
 
@@ -415,40 +394,35 @@ def gap(ours: Side, act: Callable[[], None], seed: int) -> float:
 def measure(
     args: argparse.Namespace, format: str, folder: Path, store: Callable[..., None]
 ) -> bool:
+    """Measure all parts; return whether none failed."""
     with ExitStack() as stack:
         vllm = None
         if "vllm" in args.parts and args.peer == "vllm":
-            vllm = start_vllm(args, format, folder / f"vllm-{format}")
+            vllm = serve_vllm(args, format, folder / f"vllm-{format}")
             stack.callback(vllm.close)
         ours = stack.enter_context(side(args, format, folder / "ours"))
         warm(ours, ours.served.url)
-        complete = True
+        ran = []
         if vllm is not None:
-            with told("vLLM") as failed:
-                beside_vllm(ours, vllm, args, store)
-            complete &= not failed
+            ran.append(runs("vLLM", partial(beside_vllm, ours, vllm, args, store)))
             vllm.close()
         if "rollout" in args.parts:
             for batch, group in itertools.product(args.batches, GROUPS):
-                with told(f"{batch} rollouts") as failed:
-                    store([rollouts(ours, batch, group, args.rounds)])
-                complete &= not failed
+                act = partial(rollouts, ours, batch, group, args.rounds, store)
+                ran.append(runs(f"{batch} rollouts", act))
         if "update" in args.parts:
-            with told("updates") as failed:
-                store(updates(ours, args.device))
-            complete &= not failed
-    return complete
+            ran.append(runs("updates", partial(updates, ours, args.device, store)))
+    return all(ran)
 
 
-@contextmanager
-def told(part: str) -> Iterator[list[PeerFailed]]:
-    """Print why the part in this block failed, and add it to the list; other parts go on."""
-    failed: list[PeerFailed] = []
+def runs(part: str, act: Callable[[], None]) -> bool:
+    """Measure a part; print why where it fails, so that other parts go on. Return whether it ran."""
     try:
-        yield failed
+        act()
     except PeerFailed as error:
-        failed.append(error)
         say(f"{part}: not run ({error})")
+        return False
+    return True
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -477,8 +451,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parts=SomeOf(PARTS),
         device="auto",
         threads=1,
+        peer=OneOf(("vllm", "none"), "vllm"),
     )
-    add_options(parser, "vllm")
     args = parser.parse_args(argv)
     args.device = device_of(parser, args.device)
     on_gpu = args.device.type == "cuda"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import ProxyHandler, build_opener
 
-from bench.peer import PeerFailed, vllm_environment
+from bench.peer import PeerFailed, vllm_environment, vllm_python
 from bench.vllm_worker import config
 from lowroll.runs.roles.local import reserve_port
 
@@ -29,7 +29,7 @@ _OPENER = build_opener(ProxyHandler({}))  # for our own child, whatever http_pro
 class VllmServer:
     """Started when it is made; `wait` until it answers; `close` ends it and its children."""
 
-    def __init__(self, settings: dict[str, Any], python: str, path: str | None) -> None:
+    def __init__(self, settings: dict[str, Any]) -> None:
         """settings: folder (with a tokenizer), name, shape, format, batch, length, cache_bytes,
         memory_fraction, device."""
         folder = Path(settings["folder"])
@@ -42,9 +42,9 @@ class VllmServer:
         self.url = f"http://127.0.0.1:{port}"
         self.log = folder / "vllm.log"
         self._began = time.perf_counter()
-        command = [python, "-P", "-m", "vllm.entrypoints.openai.api_server"]
+        command = [vllm_python(), "-P", "-m", "vllm.entrypoints.openai.api_server"]
         command += arguments(settings, port)
-        env = environment(path, settings["device"])
+        env = environment(settings["device"])
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=env, start_new_session=True
@@ -110,10 +110,10 @@ def arguments(settings: dict[str, Any], port: int) -> list[str]:
     return said
 
 
-def environment(path: str | None, device: str) -> dict[str, str]:
+def environment(device: str) -> dict[str, str]:
     """Return the environment of its process. On a CPU its cache has one GB."""
     on_cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    said = vllm_environment(path, **on_cpu)
-    if path is None and device == "cpu":
+    said = vllm_environment(**on_cpu)
+    if device == "cpu" and not os.environ.get("LOWROLL_VLLM_PATH"):
         said.pop("PYTHONPATH", None)
     return said

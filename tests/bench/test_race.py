@@ -222,7 +222,8 @@ def test_a_device_has_its_own_settings() -> None:
 def test_vllm_is_found_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "mine")
     monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "1")
-    place = race.Launcher("cuda", "python", "unpacked")
+    monkeypatch.setenv("LOWROLL_VLLM_PATH", "unpacked")
+    place = race.Launcher("cuda", "python")
     there, without = place.environment(True), place.environment(False)
     assert there["PYTHONPATH"].split(":") == ["unpacked", "mine"]
     assert there["VLLM_USE_FLASHINFER_SAMPLER"] == "1"

@@ -62,8 +62,8 @@ async def main_async(args):
 """
 
 
-def site(folder: Path, dies: bool = False) -> str:
-    """A folder with a vllm in it."""
+def site(folder: Path, monkeypatch: pytest.MonkeyPatch, dies: bool = False) -> None:
+    """Make a folder with a vllm in it, and name it in the environment."""
     module = folder / "vllm" / "entrypoints" / "openai" / "api_server.py"
     clients = folder / "vllm" / "benchmarks" / "serve.py"
     for file in (module, clients):
@@ -73,7 +73,8 @@ def site(folder: Path, dies: bool = False) -> str:
     (folder / "vllm" / "__init__.py").write_text('__version__ = "0.24.0"')
     module.write_text(SERVER.format(dies=dies))
     clients.write_text(CLIENTS)
-    return str(folder)
+    monkeypatch.setenv("LOWROLL_VLLM_PATH", str(folder))
+    monkeypatch.delenv("LOWROLL_VLLM_PYTHON", raising=False)
 
 
 def settings(folder: Path) -> dict[str, Any]:
@@ -179,9 +180,12 @@ def test_a_vocabulary_has_the_bytes_at_least() -> None:
 
 
 @pytest.mark.slow
-def test_vllms_server_is_waited_for_and_ended(tmp_path: Path) -> None:
+def test_vllms_server_is_waited_for_and_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site(tmp_path / "site", monkeypatch)
     (tmp_path / "model").mkdir()
-    vllm = VllmServer(settings(tmp_path / "model"), sys.executable, site(tmp_path / "site"))
+    vllm = VllmServer(settings(tmp_path / "model"))
     try:
         assert 0 < vllm.wait(120.0) < 120 and vllm.version == "0.24.0"
         stored = json.loads((tmp_path / "model" / "config.json").read_text())
@@ -193,8 +197,9 @@ def test_vllms_server_is_waited_for_and_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_vllms_last_words_are_in_the_error(tmp_path: Path) -> None:
-    vllm = VllmServer(settings(tmp_path), sys.executable, site(tmp_path / "site", dies=True))
+def test_vllms_last_words_are_in_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site(tmp_path / "site", monkeypatch, dies=True)
+    vllm = VllmServer(settings(tmp_path))
     with pytest.raises(PeerFailed, match="it ended with 1; .*no such kernel"):
         vllm.wait(120.0)
     vllm.close()
@@ -219,9 +224,11 @@ def run(out: Path, *extra: str) -> dict[str, Row]:
 
 
 @pytest.mark.slow
-def test_a_small_run_measures_both_sides(tmp_path: Path, small: None) -> None:
-    options = "--formats bf16 --parts vllm rollout --vllm-path"
-    rows = run(tmp_path / "out", *options.split(), site(tmp_path / "site"))
+def test_a_small_run_measures_both_sides(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site(tmp_path / "site", monkeypatch)
+    rows = run(tmp_path / "out", *"--formats bf16 --parts vllm rollout".split())
     for concurrency in (1, 2):
         for what in server.MEASURED:
             row = rows[targets.over_vllm_server("demo", "bf16", concurrency, what)]
