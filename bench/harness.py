@@ -134,6 +134,26 @@ def less_row(name: str, unit: str, ours: float, peer: float | None, **about: Any
     return Row(name, unit, ours, peer, None if peer is None else peer / ours, **about)
 
 
+def clock_rows(
+    title: str,
+    tokens: int,
+    turns: Mapping[str, Sequence[Mapping[str, float]]],
+    note: str = "",
+    **bounds: float | None,
+) -> list[Row]:
+    """Return the rows of what `bench.worker.timed` said of ours and of the peer, where there is one:
+    by the clock, which has bounds, and by the processor."""
+    rows = []
+    for what, unit, key, own in (
+        ("clock", "tokens/s", "seconds", bounds),
+        ("processor", "tokens/s of a core", "cpu", {}),
+    ):
+        ours, peer = ([turn[key] for turn in turns.get(side, ())] for side in ("ours", "peer"))
+        row = speed_row(f"{title}: {what}", tokens, unit, ours, peer or None, **own)
+        rows.append(replace(row, note=note))
+    return rows
+
+
 # -- clocks and processes --------------------------------------------------------------------------
 
 
