@@ -351,7 +351,7 @@ def test_lengths_are_forced_and_skewed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("rank", [None, 4])
 def test_a_step_is_split_into_its_parts(tiny: str, rank: int | None) -> None:
-    case = step.Case(tiny, "int8", rank, prompts=2, samples=4, prompt_tokens=5, new_tokens=4)
+    case = step.Case(tiny, "int8", rank, Work(8, 5, 4, 4))
     loop = step.Loop(case, torch.device("cpu"))
     before = {name: p.detach().clone() for name, p in loop.model.trainable_parameters().items()}
     run = step.PackedForward.run
@@ -374,7 +374,7 @@ def test_the_step_command(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(
         step.CASES,
         "tiny",
-        step.Case(tiny, "fp8", prompts=2, samples=2, prompt_tokens=5, new_tokens=4),
+        step.Case(tiny, "fp8", work=Work(4, 5, 4, 2)),
     )
     monkeypatch.setattr(step, "PUBLISHED", (tiny, "int8"))
     words = f"--cases tiny --steps 2 --device cpu --out {tmp_path}"
