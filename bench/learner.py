@@ -29,7 +29,7 @@ import torch
 from bench.harness import BASELINES, Row, clock_rows, finish, in_turns, parser_of, say
 from bench.peer import Peer
 from bench.samples import batch_of, random_ids
-from bench.worker import channel, orders, resident, timed
+from bench.worker import Answer, resident, serve, timed
 from lowroll.model import lora
 
 BOUND = 4.0  # GB that the run may take
@@ -130,14 +130,11 @@ def peer(args: argparse.Namespace) -> tuple[Step, str]:
 SIDES = {"ours": ours, "peer": peer}
 
 
-def serve() -> None:
-    settings, answer = channel()
+def worker_of(settings: dict[str, Any]) -> tuple[dict[str, str], Answer]:
     args = argparse.Namespace(**settings)
     torch.set_num_threads(args.threads)
     step, told = SIDES[args.side](args)
-    answer({"told": told})
-    for _ in orders():
-        answer({**timed(step), "peak": resident("VmHWM")})
+    return {"told": told}, lambda order: {**timed(step), "peak": resident("VmHWM")}
 
 
 class Side(Peer):
@@ -205,6 +202,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["serve"]:
-        serve()
+        serve(worker_of)
     else:
         raise SystemExit(main())

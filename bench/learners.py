@@ -42,7 +42,7 @@ from bench.peer import Peer, PeerFailed
 from bench.reader import WAIT_S, reader
 from bench.shapes import SHAPES, TINY
 from bench.train import RATE, Job, batch, learner, peer_model, timed
-from bench.worker import channel, orders
+from bench.worker import Answer, serve
 from lowroll.model import hf
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.objective import select
@@ -288,16 +288,12 @@ def side(name: str, which: str, size: int, first: int, args: argparse.Namespace)
             return {"failed": str(error)}
 
 
-def serve_rank() -> None:
-    settings, answer = channel()
-    answer({"ready": True})
-    device = "cpu" if settings["cpu"] else "cuda"
+def rank_of(settings: dict[str, Any]) -> tuple[Found, Answer]:
     if settings["cpu"]:
         torch.set_num_threads(1)
-    job = replace(JOBS[settings["job"]], device=device)
-    for _ in orders():
-        run, place = SIDES[settings["side"]], (settings["rank"], settings["size"])
-        answer(run(job, *place, settings["port"], settings["steps"]))
+    job = replace(JOBS[settings["job"]], device="cpu" if settings["cpu"] else "cuda")
+    given = [settings[name] for name in ("rank", "size", "port", "steps")]
+    return {"ready": True}, lambda order: SIDES[settings["side"]](job, *given)
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -375,6 +371,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:] == [RANK]:
-        serve_rank()
+        serve(rank_of)
     else:
         raise SystemExit(main())

@@ -43,7 +43,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -181,18 +180,22 @@ def plain(cfg: RunConfig, folder: Path) -> dict[str, Any]:
         "seed": cfg.seed,
         "steps": steps,
         "interval": cfg.eval.interval,
-        "batch_size": cfg.batch_size,
-        "copies": cfg.rollouts_per_example,
         "minibatches": cfg.train.minibatches,
-        "max_tokens": cfg.rollout.max_tokens,
-        "length": longest + cfg.rollout.max_tokens,
-        "clip": [cfg.loss.eps_low, cfg.loss.eps_high],
         "rates": [learning_rate(optim, i) for i in range(steps)],
-        "learning_rate": optim.learning_rate,
-        "betas": list(optim.betas),
-        "eps": optim.eps,
-        "weight_decay": optim.weight_decay,
-        "max_grad_norm": optim.max_grad_norm,
+        "fields": {  # of GRPOConfig
+            "generation_batch_size": cfg.batch_size,
+            "num_generations": cfg.rollouts_per_example,
+            "max_completion_length": cfg.rollout.max_tokens,
+            "vllm_max_model_length": longest + cfg.rollout.max_tokens,
+            "epsilon": cfg.loss.eps_low,
+            "epsilon_high": cfg.loss.eps_high,
+            "learning_rate": optim.learning_rate,
+            "adam_beta1": optim.betas[0],
+            "adam_beta2": optim.betas[1],
+            "adam_epsilon": optim.eps,
+            "weight_decay": optim.weight_decay,
+            "max_grad_norm": optim.max_grad_norm,
+        },
     }
 
 
@@ -205,10 +208,6 @@ class Launcher:
 
     device: str
     peer_python: str
-
-    def bytes_in_use(self) -> int:
-        """Return the bytes of the GPU that are in use; 0 on a CPU."""
-        return 0 if self.device == "cpu" else on_gpu()
 
     def command(self, side: str) -> list[str]:
         """Return the command of a side."""
@@ -230,7 +229,8 @@ def raced(launcher: Launcher, side: str, order: Mapping[str, Any], with_vllm: bo
     """Run a side to its end; return its records, its end and what it said of itself. PeerFailed has
     its last words."""
     release()
-    asked = {**order, "device": launcher.device, "bytes_before": launcher.bytes_in_use()}
+    in_use = 0 if launcher.device == "cpu" else on_gpu()
+    asked = {**order, "device": launcher.device, "bytes_before": in_use}
     environment, began, records = launcher.environment(with_vllm), time.monotonic(), []
     command = launcher.command(side)
     with Peer(asked, command, environment, START_S) as running:
@@ -335,16 +335,6 @@ def turn(sides: Sequence[str], seed: int) -> list[str]:
     return [*sides[at:], *sides[:at]]
 
 
-@contextmanager
-def keeping_failures(runs: list[Run], side: str, seed: int) -> Iterator[None]:
-    """Add a run with the reason, and print it, when the side in this block fails."""
-    try:
-        yield
-    except PeerFailed as error:
-        say(f"{side}, seed {seed}: not run: {error}")
-        runs.append({"variant": side, "seed": seed, "failed": str(error)[:500]})
-
-
 def earlier(path: Path, about: Mapping[str, Any]) -> Run:
     """Return the runs and trials of the file that did not fail, and the seconds that it took, where
     it is of the same weights, settings, steps and kind of machine; none of them otherwise."""
@@ -384,7 +374,7 @@ def race(
         own = [trial for trial in trials if trial.setting in names]
         refuse_two_settings(runs, own)
     for side, seed in wanted:
-        with keeping_failures(runs, side, seed):
+        try:
             tree = config(side, seed)
             if side == TRL:
                 best = fastest(own)
@@ -397,6 +387,9 @@ def race(
             named = {"variant": side, "seed": seed, "date": date.today().isoformat()}
             curves = columns(found.pop("records"))
             runs.append({**named, **end, **found, "curves": curves})
+        except PeerFailed as error:
+            say(f"{side}, seed {seed}: not run: {error}")
+            runs.append({"variant": side, "seed": seed, "failed": str(error)[:500]})
         keep(runs, [trial._asdict() for trial in trials])
     return runs
 

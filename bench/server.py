@@ -35,7 +35,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -74,26 +74,24 @@ ROLLED, GROUPS = 256, (1, 8)  # prompt tokens of a rollout, and rollouts of a pr
 STREAMS = 64  # that see an update
 LONG = {"cuda": 512, "cpu": 128}  # tokens of each
 SLACK = 8e9  # bytes that vLLM may take beside weights and cache
-MEASURED = ("requests a second", "time to first token", "time of a token")
-UNITS = ("requests/s", "ms", "ms")
+Seen = Mapping[str, float]  # what `vllm bench serve` stored of a run
+
+
+class Quantity(NamedTuple):
+    """What is compared: its unit, its name in `Seen`, and whether more of it is better."""
+
+    unit: str
+    key: str
+    is_rate: bool = False
+
+
+QUANTITIES = {
+    "requests a second": Quantity("requests/s", "request_throughput", is_rate=True),
+    "time to first token": Quantity("ms", "mean_ttft_ms"),
+    "time of a token": Quantity("ms", "mean_tpot_ms"),
+}
+GAP = "p99_itl_ms"  # between two parts of a stream, the 99th percentile
 STREAMED: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
-
-
-@dataclass(frozen=True)
-class Seen:
-    """Requests a second that the clients of a run saw, and means over the requests in ms.
-
-    gap: between two parts of a stream, the 99th percentile.
-    """
-
-    rate: float
-    first: float
-    token: float
-    gap: float
-
-    @property
-    def values(self) -> tuple[float, float, float]:
-        return self.rate, self.first, self.token
 
 
 def check(answer: Mapping[str, Any]) -> None:
@@ -101,19 +99,14 @@ def check(answer: Mapping[str, Any]) -> None:
         raise PeerFailed(f"{answer['errors']} requests failed: {answer['error']}")
 
 
-def seen_by_vllm(answer: Mapping[str, Any], requests: int, new_tokens: int) -> Seen:
+def check_vllms(answer: Mapping[str, Any], requests: int, new_tokens: int) -> Seen:
     """Return what `vllm bench serve` stored. PeerFailed when a request failed or is short."""
     if answer["completed"] != requests or answer["total_output_tokens"] != requests * new_tokens:
         raise PeerFailed(
             f"{answer['completed']} of {requests} requests with {answer['total_output_tokens']} "
             f"tokens in all"
         )
-    return Seen(
-        answer["request_throughput"],
-        answer["mean_ttft_ms"],
-        answer["mean_tpot_ms"],
-        answer["p99_itl_ms"],
-    )
+    return answer
 
 
 # -- the sides -------------------------------------------------------------------------------------
@@ -231,7 +224,7 @@ def vllm_client(ours: Side, client: Peer, url: str, concurrency: int, seed: int)
         f"--temperature 1.0 --disable-tqdm --percentile-metrics ttft,tpot,itl"
     )
     order = {"arguments": [*words.split(), "--tokenizer", str(ours.folder)]}
-    return seen_by_vllm(client.ask(order, f"{count} requests of vLLM's", 300.0), count, NEW)
+    return check_vllms(client.ask(order, f"{count} requests of vLLM's", 300.0), count, NEW)
 
 
 def beside_vllm(
@@ -261,23 +254,16 @@ def warm(ours: Side, url: str) -> None:
 
 def over_vllm(ours: Side, concurrency: int, mine: list[Seen], theirs: list[Seen]) -> list[Row]:
     """Return a row for each quantity; a ratio is how many times better ours is."""
-    gaps = (f"{statistics.median(one.gap for one in seen):.0f}" for seen in (mine, theirs))
+    gaps = (f"{statistics.median(one[GAP] for one in seen):.0f}" for seen in (mine, theirs))
     note = "by vllm bench serve; gaps {} ms, vLLM's {}".format(*gaps)
     rows = []
-    for i, what in enumerate(MEASURED):
-        own, peers = ([one.values[i] for one in seen] for seen in (mine, theirs))
-        better = [a / b if i == 0 else b / a for a, b in zip(own, peers, strict=True)]
-        rows.append(
-            Row(
-                over_vllm_server(ours.model, ours.format, concurrency, what),
-                UNITS[i],
-                statistics.median(own),
-                statistics.median(peers),
-                statistics.median(better),
-                (min(better), max(better)),
-                note=note,
-            )
-        )
+    for what, (unit, key, is_rate) in QUANTITIES.items():
+        own, peers = ([one[key] for one in seen] for seen in (mine, theirs))
+        better = [a / b if is_rate else b / a for a, b in zip(own, peers, strict=True)]
+        name = over_vllm_server(ours.model, ours.format, concurrency, what)
+        ours_at, theirs_at, ratio = map(statistics.median, (own, peers, better))
+        extent = min(better), max(better)
+        rows.append(Row(name, unit, ours_at, theirs_at, ratio, extent, note=note))
     return rows
 
 

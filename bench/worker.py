@@ -19,6 +19,7 @@ from typing import Any
 
 POLL_S = 0.1  # seconds between two looks at a GPU's memory
 Say = Callable[[Mapping[str, Any]], None]
+Answer = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
 def channel() -> tuple[dict[str, Any], Say]:
@@ -38,6 +39,15 @@ def channel() -> tuple[dict[str, Any], Say]:
 
 def orders() -> Iterator[dict[str, Any]]:
     return map(json.loads, sys.stdin)
+
+
+def serve(make: Callable[[dict[str, Any]], tuple[Mapping[str, Any], Answer]]) -> None:
+    """Make a worker of the settings, say what it says of itself, and answer every order."""
+    settings, say = channel()
+    ready, answer = make(settings)
+    say(ready)
+    for order in orders():
+        say(answer(order))
 
 
 def end_with_input() -> None:

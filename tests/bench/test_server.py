@@ -13,7 +13,6 @@ import pytest
 from bench import load, server, targets, vocabulary
 from bench.harness import Row
 from bench.peer import Peer, PeerFailed
-from bench.server import Seen
 from bench.vllm_server import VllmServer
 from lowroll.model.tokenizer import load_tokenizer
 from tests.fixtures.shapes import TINY
@@ -113,20 +112,24 @@ def test_a_stream_without_a_count_is_an_error() -> None:
 
 def test_a_run_of_vllms_client_counts_when_all_its_tokens_came() -> None:
     answer = dict.fromkeys(CLIENT, 1.0) | {"completed": 3, "total_output_tokens": 36}
-    assert server.seen_by_vllm({**answer, "mean_ttft_ms": 200.0}, 3, 12).first == 200
+    assert server.check_vllms({**answer, "mean_ttft_ms": 200.0}, 3, 12)["mean_ttft_ms"] == 200
     for short in ({"completed": 2}, {"total_output_tokens": 35}):
         with pytest.raises(PeerFailed, match="of 3 requests with"):
-            server.seen_by_vllm({**answer, **short}, 3, 12)
+            server.check_vllms({**answer, **short}, 3, 12)
 
 
 # -- the comparison --------------------------------------------------------------------------------
+
+
+def seen(*numbers: float) -> dict[str, float]:
+    return dict(zip(CLIENT, numbers, strict=True))
 
 
 def test_a_ratio_is_how_many_times_better_ours_is() -> None:
     class Ours:
         model, format = "qwen2.5-7b", "bf16"
 
-    mine, theirs = [Seen(6.0, 50.0, 5.0, 40.0)] * 2, [Seen(3.0, 40.0, 10.0, 11.0)] * 2
+    mine, theirs = [seen(6.0, 50.0, 5.0, 40.0)] * 2, [seen(3.0, 40.0, 10.0, 11.0)] * 2
     rows = server.over_vllm(Ours(), 16, mine, theirs)  # type: ignore[arg-type]
     assert [row.ratio for row in rows] == [2.0, 0.8, 2.0]
     assert [(row.ours, row.peer) for row in rows] == [(6.0, 3.0), (50.0, 40.0), (5.0, 10.0)]
@@ -141,7 +144,7 @@ def test_every_target_of_the_server_has_a_row() -> None:
     made = {
         row.name
         for c in (1, 16, 64, 256)
-        for row in server.over_vllm(Side(), c, [Seen(1, 1, 1, 1)], [Seen(1, 1, 1, 1)])
+        for row in server.over_vllm(Side(), c, [seen(1, 1, 1, 1)], [seen(1, 1, 1, 1)])
     }
     made |= {
         targets.through_server("qwen2.5-7b", "bf16", batch, group)
@@ -230,7 +233,7 @@ def test_a_small_run_measures_both_sides(
     site(tmp_path / "site", monkeypatch)
     rows = run(tmp_path / "out", *"--formats bf16 --parts vllm rollout".split())
     for concurrency in (1, 2):
-        for what in server.MEASURED:
+        for what in server.QUANTITIES:
             row = rows[targets.over_vllm_server("demo", "bf16", concurrency, what)]
             assert row["ours"] == row["peer"] == row["ratio"] == 1
             assert row["note"] == "by vllm bench serve; gaps 1 ms, vLLM's 1"
