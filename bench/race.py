@@ -148,6 +148,7 @@ def judged(tree: Mapping[str, Any], model: Path) -> float:
     """Return the mean reward of a model folder's greedy answers to the held-out prompts, by lowroll's
     engine with dense weights: the same judge for all sides."""
     cfg = from_mapping(merged(tree, JUDGE))
+    assert cfg.eval.num_examples is not None  # SETTINGS say how many
     return reward_of(cfg, model, "dense", 0.0, cfg.eval.num_examples)
 
 
