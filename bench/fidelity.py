@@ -223,21 +223,14 @@ TEXTS = (
 # -- what is measured on ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Work:
-    """Texts as ids, for whole distributions, and prompts as ids, to draw from."""
-
-    texts: list[list[int]]
-    prompts: list[list[int]]
-
-
-def work(chat: ChatTokenizer) -> Work:
+def work(chat: ChatTokenizer) -> tuple[list[list[int]], list[list[int]]]:
+    """Return texts as ids, for whole distributions, and prompts as ids, to draw from."""
     prompts = [chat.encode_chat([{"role": "user", "content": question}]) for question, _ in TEXTS]
     texts = [
         (prompt + chat.encode_response(answer))[:LONGEST]
         for prompt, (_, answer) in zip(prompts, TEXTS, strict=True)
     ]
-    return Work(texts, prompts)
+    return texts, prompts
 
 
 # -- distances -------------------------------------------------------------------------------------
@@ -269,16 +262,15 @@ def divergence(truth: list[Tensor], model: Transformer, texts: list[list[int]]) 
     return total / sum(map(len, texts))
 
 
-def compare(
-    points: Mapping[str, Tensor], start: str, stop: str, drawn: DrawnSequences
-) -> dict[str, float]:
+def compare(points: Mapping[str, Tensor], stop: str, drawn: DrawnSequences) -> dict[str, float]:
+    """Return the distances of what was recorded when it was drawn to another point."""
     found = mismatch(
         learner=points[stop],
-        behavior=points[start],
+        behavior=points["decode"],
         mask=torch.ones_like(drawn.segments),
         segments=drawn.segments,
     )
-    weight = (points[stop] - points[start]).double().exp()
+    weight = (points[stop] - points["decode"]).double().exp()
     cut = float((weight - CAP).clamp(min=0).sum() / weight.sum())
     return {name.removeprefix("mismatch/"): value for name, value in found.items()} | {"cut": cut}
 
@@ -293,7 +285,8 @@ class Bench:
 
     folder: Path
     device: torch.device
-    work: Work
+    texts: list[list[int]]
+    prompts: list[list[int]]
     truth: Transformer
     log_probs: list[Tensor]
     reference: NativeEngine
@@ -315,7 +308,7 @@ class Bench:
         ]
 
     def engine(self, model: Transformer, format: str) -> NativeEngine:
-        longest = max(map(len, self.work.prompts)) + self.tokens // len(self.work.prompts) + 32
+        longest = max(map(len, self.prompts)) + self.tokens // len(self.prompts) + 32
         return NativeEngine(
             model, format, device=self.device, cache_tokens=16 * longest, max_batch=16
         )
@@ -331,7 +324,7 @@ def measure(bench: Bench, way: Way) -> tuple[dict[str, float], dict[int, list[fl
     values = {
         "bits": 8 * bytes / sum(matrix.shape[0] * matrix.shape[1] for matrix in matrices),
         "bytes": bytes / 1e6,
-        "weights": divergence(bench.log_probs, model, bench.work.texts),
+        "weights": divergence(bench.log_probs, model, bench.texts),
     }
     with closing(bench.engine(model, format)) as engine:
         speed = {rows: ratios(bench, engine, rows) for rows in SPEED_TOKENS}
@@ -341,10 +334,8 @@ def measure(bench: Bench, way: Way) -> tuple[dict[str, float], dict[int, list[fl
     points = drawn.points | learner_points(model, format, drawn, 1.0)
     points["base"] = points.pop("dense")
     points["dense"] = torch.cat(score(bench.truth, drawn.sequences, drawn.prompt_lens)).cpu()
-    values["with activations"] = divergence(bench.log_probs, model, bench.work.texts)
-    decode, learner, base = (
-        compare(points, "decode", stop, drawn) for stop in ("prefill", "dense", "base")
-    )
+    values["with activations"] = divergence(bench.log_probs, model, bench.texts)
+    decode, learner, base = (compare(points, stop, drawn) for stop in ("prefill", "dense", "base"))
     return values | {
         "decode -> prefill": decode["kl_k3"],
         "decode -> learner": learner["kl_k3"],
@@ -363,16 +354,14 @@ def load(folder: Path, device: torch.device) -> Transformer:
 
 def requests(bench: Bench) -> list[Request]:
     """Return one sample a prompt, together at most as many tokens as there are to be drawn."""
-    most = bench.tokens // len(bench.work.prompts)
-    return [
-        Request(ids, max_tokens=most, seed=7, id=str(i)) for i, ids in enumerate(bench.work.prompts)
-    ]
+    most = bench.tokens // len(bench.prompts)
+    return [Request(ids, max_tokens=most, seed=7, id=str(i)) for i, ids in enumerate(bench.prompts)]
 
 
 def ratios(bench: Bench, engine: NativeEngine, rows: int) -> list[float]:
     """Return the decode speed over the reference's in each round, in turns; prompts are counted
     in."""
-    work = [Request(bench.work.prompts[0], n=rows, max_tokens=SPEED_TOKENS[rows], ignore_eos=True)]
+    work = [Request(bench.prompts[0], n=rows, max_tokens=SPEED_TOKENS[rows], ignore_eos=True)]
     sides = {
         "other": partial(bench.reference.generate, work),
         "ours": partial(engine.generate, work),
@@ -392,15 +381,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = resolve(args.model)
     truth = load(folder, args.device)
     chat = ChatTokenizer(load_tokenizer(folder))
-    given = work(chat)
+    texts, prompts = work(chat)
     reference = NativeEngine(truth, dense_format(args.device), cache_tokens=4096, max_batch=16)
-    wanted = list(log_probs(truth, hidden_states(truth, given.texts)))
-    bench = Bench(folder, args.device, given, truth, wanted, reference, args.tokens, chat)
+    wanted = list(log_probs(truth, hidden_states(truth, texts)))
+    bench = Bench(folder, args.device, texts, prompts, truth, wanted, reference, args.tokens, chat)
     results = Results(
         "fidelity" if args.device.type == "cpu" else "fidelity-gpu",
         args.out,
         tokens=args.tokens,
-        texts=sum(map(len, given.texts)),
+        texts=sum(map(len, texts)),
         reference=dense_format(args.device),
     )
     for name in args.formats:

@@ -226,28 +226,21 @@ class SomeOf:
     default: Sequence[str] | None = None
 
 
-class _Words(argparse.Action):
-    """Stores words that stand apart or have commas between them."""
+class _Joined(argparse.Action):
+    """Stores the words of all values as one list."""
 
-    def __init__(self, *, known: Sequence[str], **options: Any) -> None:
-        super().__init__(nargs="*", metavar="NAME", **options)
-        self.known = known
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
+        setattr(namespace, self.dest, [word for words in values for word in words])
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        words: list[str] = []
-        for value in values:
-            words += [value] if value in self.known else value.split(",")
-        for word in words:
-            if word not in self.known:
-                known = ", ".join(self.known)
-                parser.error(f"{option_string}: unknown {word!r}; expected some of {known}")
-        setattr(namespace, self.dest, words)
+
+def _some_of(known: Sequence[str], text: str) -> list[str]:
+    """Return a word, or several with commas between them."""
+    words = [text] if text in known else text.split(",")
+    for word in words:
+        if word not in known:
+            expected = f"expected some of {', '.join(known)}"
+            raise argparse.ArgumentTypeError(f"unknown {word!r}; {expected}")
+    return words
 
 
 def parser_of(
@@ -273,7 +266,8 @@ def parser_of(
         elif isinstance(default, SomeOf):
             known = list(default.choices)
             chosen = known if default.default is None else list(default.default)
-            options = {"action": _Words, "known": known, "default": chosen}
+            options = {"nargs": "*", "action": _Joined, "metavar": "NAME", "default": chosen}
+            options["type"] = partial(_some_of, known)
         parser.add_argument(f"--{name.replace('_', '-')}", **options)
     return parser
 
