@@ -19,13 +19,14 @@ pictures of docs/results.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench import subject
-from bench.experiment import SUMMED, Experiment, Runs, mean_over, spread, table
+from bench.experiment import SUMMED, Experiment, Place, Runs, mean_over, spread, table
 from bench.harness import print_table
 from lowroll.config import RunConfig
 from lowroll.runs.demo import metrics_of
@@ -103,14 +104,15 @@ SAMPLED = 256  # with SAMPLES each
 SAMPLES = 8
 
 
-def warm_start(folder: Path, device: str, change: Mapping[str, Any]) -> dict[str, Any]:
+def warm_start(place: Place) -> dict[str, Any]:
     """Write the problems, and the warm-started model as `folder/model`; return what is recorded of
     it, with its held-out scores."""
+    folder = place.folder
     subject.write_problems(folder, subject.SIZES)
-    supervised = {**change, "env": subject.environment(folder, "sft")}
-    cfg = EXPERIMENT.config("bf16", 0, 10, folder, device, supervised)
+    supervised = {**place.change, "env": subject.environment(folder, "sft")}
+    cfg = EXPERIMENT.config("bf16", 0, replace(place, steps=10, change=supervised))
     found = subject.warm(cfg, SOURCE, folder)
-    cfg = EXPERIMENT.config("bf16", 0, 10, folder, device, change)
+    cfg = EXPERIMENT.config("bf16", 0, replace(place, steps=10))
     return found | scores(cfg, cfg, folder / "model")
 
 

@@ -219,8 +219,8 @@ def main(argv: list[str] | None = None) -> int:
         threads=torch.get_num_threads(),
         env="records",
         steps=200,
+        shape=OneOf(SHAPES),
     )
-    parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape, on a GPU")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     args.name, began = args.shape or args.model, time.monotonic()

@@ -327,8 +327,7 @@ def table(found: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of(__doc__, out=RESULTS, only=SomeOf(FAULTS), model="smollm2")
-    parser.add_argument("--change", default="{}", help="JSON of settings that differ")
+    parser = parser_of(__doc__, out=RESULTS, only=SomeOf(FAULTS), model="smollm2", change="{}")
     asked = parser.parse_args(arguments)
     found = []
     for name in asked.only:

@@ -215,7 +215,7 @@ class OneOf:
     """An option that takes one of some words."""
 
     choices: Iterable[str]
-    default: str
+    default: str | None = None
 
 
 @dataclass(frozen=True)
@@ -249,14 +249,15 @@ def parser_of(
     """Return a parser with --out and an option for each default.
 
     An option has the type of its default: False is a switch, a list is numbers with commas between
-    them; None is a text. about: the docstring of the command, whose beginning is shown.
+    them, a type an option of that type that may be left out. about: the docstring of the command,
+    whose beginning is shown.
     """
     parser = argparse.ArgumentParser(description=(about or "").partition("\n\n")[0])
     parser.add_argument("--out", type=Path, default=out)
     for name, default in defaults.items():
         options: dict[str, Any] = {"type": type(default), "default": default}
-        if default is None:
-            options = {}
+        if isinstance(default, type):
+            options = {"type": default}
         elif default is False:
             options = {"action": "store_true"}
         elif isinstance(default, list):

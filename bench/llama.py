@@ -116,7 +116,7 @@ def main() -> int:
         new=128,
         rounds=9,
         threads=2,
-        model=None,
+        model=str,
     )
     parser.add_argument("--gguf", type=Path, required=True, help="the file that llama.cpp reads")
     args = parser.parse_args()

@@ -43,16 +43,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
-from functools import partial
 from math import gcd
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import subject
-from bench.experiment import SUMMED, key, made_here, options, own_settings, short, store
-from bench.harness import device_of, merged, print_table, release, same_kind, say
+from bench.experiment import SUMMED, Place, key, made_here, options, own_settings, short, store
+from bench.harness import OneOf, device_of, merged, print_table, release, same_kind, say
 from bench.peer import VLLM, Peer, PeerFailed
 from bench.race_table import HEAD, columns, summary
 from bench.race_trl import SETTINGS as PEER_SETTINGS
@@ -116,12 +115,10 @@ Run = dict[str, Any]
 # -- the subject and its prompts -------------------------------------------------------------------
 
 
-def settings(
-    side: str, seed: int, steps: int, folder: Path, device: str, change: Mapping[str, Any]
-) -> dict[str, Any]:
+def settings(side: str, seed: int, place: Place) -> dict[str, Any]:
     """Return the configuration of a side and a seed, as a user's YAML file would say it."""
-    tree = merged(common(device, change), SIDES[side])
-    return merged(tree, own_settings(side, seed, steps, folder, device))
+    tree = merged(common(place.device, place.change), SIDES[side])
+    return merged(tree, own_settings(side, seed, place))
 
 
 def common(device: str, change: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,18 +126,19 @@ def common(device: str, change: Mapping[str, Any]) -> dict[str, Any]:
     return merged(SETTINGS if device == "cpu" else merged(SETTINGS, ON_GPU), change)
 
 
-def warm_start(folder: Path, model: str, device: str, change: Mapping[str, Any]) -> Run:
+def warm_start(place: Place, model: str) -> Run:
     """Write the model after its SFT as `folder/model`; return what is recorded of it."""
-    cfg = from_mapping(settings("lowroll dense", 0, 1, folder, device, change))
-    return subject.warm(cfg, model, folder)
+    cfg = from_mapping(settings("lowroll dense", 0, replace(place, steps=1)))
+    return subject.warm(cfg, model, place.folder)
 
 
-def shaped(folder: Path, shape: str, model: str, device: str) -> Run:
+def shaped(place: Place, shape: str, model: str) -> Run:
     """Write random weights of a shape with the tokenizer of `model` as `folder/model`; return what is
     recorded of them."""
     tokenizer = resolve(model)
     config = SHAPES[shape] | {"eos_token_id": list(read_spec(tokenizer).eos_ids)}
-    hf.save(random_model(config, device), folder / "model", tokenizer_from=tokenizer)
+    random = random_model(config, place.device)
+    hf.save(random, place.folder / "model", tokenizer_from=tokenizer)
     return {"shape": shape, "weights": "random", "tokenizer": model}
 
 
@@ -352,17 +350,16 @@ def earlier(path: Path, about: Mapping[str, Any]) -> Run:
 
 def race(
     launcher: Launcher,
-    folder: Path,
+    place: Place,
     args: argparse.Namespace,
     stored: Run,
     keep: Callable[..., None],
 ) -> list[Run]:
     """Run the sides of all seeds from `folder/model` that `stored` lacks (`earlier`); give `keep` all
     runs, and the trials of TRL, after each. Return all runs."""
-    change, trials = json.loads(args.change), [Trial(**trial) for trial in stored["trials"]]
+    folder, trials = place.folder, [Trial(**trial) for trial in stored["trials"]]
     names = [args.peer_setting] if args.peer_setting else candidates(launcher.device)
     runs = stored["runs"]
-    config = partial(settings, steps=args.steps, folder=folder, device=args.device, change=change)
     have = {key(run) for run in runs}
     order = [(side, seed) for seed in range(args.seeds) for side in turn(args.only, seed)]
     wanted = [one for one in order if one not in have]
@@ -370,13 +367,13 @@ def race(
     if any(side == TRL for side, _ in wanted):
         untried = [name for name in names if name not in {trial.setting for trial in trials}]
         rows = args.peer_rows or (CPU_ROWS if launcher.device == "cpu" else 0)
-        cfg = from_mapping(config(TRL, 0))
+        cfg = from_mapping(settings(TRL, 0, place))
         trials += tried(launcher, cfg, folder / "trial", untried, rows)
         own = [trial for trial in trials if trial.setting in names]
         refuse_two_settings(runs, own)
     for side, seed in wanted:
         try:
-            tree = config(side, seed)
+            tree = settings(side, seed, place)
             if side == TRL:
                 best = fastest(own)
                 chosen = {"setting": best.setting, "micro": best.micro}
@@ -397,53 +394,50 @@ def race(
 
 def parser() -> argparse.ArgumentParser:
     """Return the command's options."""
-    made = options(__doc__, SIDES, steps=12, seeds=1, score=0.7, peer_setting=None, peer_rows=0)
-    made.add_argument(
-        "--shape", choices=list(SHAPES), help="random weights of a shape, without SFT"
+    return options(
+        __doc__,
+        SIDES,
+        steps=12,
+        seeds=1,
+        score=0.7,
+        peer_python=str(PEER_PYTHON),
+        peer_setting=OneOf(PEER_SETTINGS),
+        peer_rows=0,
+        model=MODEL,
+        subject=Path,
+        shape=OneOf(SHAPES),
     )
-    made.add_argument("--peer-python", default=str(PEER_PYTHON), help="the Python that has TRL")
-    made.add_argument("--model", default=MODEL, help="what SFT begins with")
-    made.add_argument(
-        "--subject", type=Path, help="a folder that the race begins with, without SFT"
-    )
-    return made
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Warm-start the model, run the sides and store what they did."""
     p = parser()
     args, began = p.parse_args(words), time.monotonic()
-    if args.peer_setting not in (None, *PEER_SETTINGS):
-        p.error(f"--peer-setting: {args.peer_setting!r} is none of {', '.join(PEER_SETTINGS)}")
     args.device = device_of(p, args.device).type
     launcher = Launcher(args.device, args.peer_python)
-    place = "gpu" if args.device == "cuda" else ""
-    path = args.out / f"{'-'.join(filter(None, ('race', place, args.shape)))}.json"
+    kind = "gpu" if args.device == "cuda" else ""
+    path = args.out / f"{'-'.join(filter(None, ('race', kind, args.shape)))}.json"
     with tempfile.TemporaryDirectory() as scratch:
-        folder, change = Path(scratch), json.loads(args.change)
-        about = made_here(
-            args.device,
-            steps=args.steps,
-            score=args.score,
-            settings=common(args.device, change),
-        )
+        place = Place(args.steps, Path(scratch), args.device, json.loads(args.change))
+        model = place.folder / "model"
+        shared = common(args.device, place.change)
+        about = made_here(args.device, steps=args.steps, score=args.score, settings=shared)
         if args.subject:
-            (folder / "model").symlink_to(args.subject.resolve())
-            about["warm_start"] = {"sha256": subject.digest(folder / "model")}
+            model.symlink_to(args.subject.resolve())
+            about["warm_start"] = {"sha256": subject.digest(model)}
         elif args.shape:
-            about["warm_start"] = shaped(folder, args.shape, args.model, args.device)
+            about["warm_start"] = shaped(place, args.shape, args.model)
         else:
-            about["warm_start"] = warm_start(folder, args.model, args.device, change)
+            about["warm_start"] = warm_start(place, args.model)
             say(f"SFT: {about['warm_start']}")
-        tree = settings(TRL, 0, args.steps, folder, args.device, change)
-        about["before"] = judged(tree, folder / "model")
+        about["before"] = judged(settings(TRL, 0, place), model)
         stored = earlier(path, about)
 
         def keep(runs: list[Run], trials: list[dict[str, Any]]) -> None:
             seconds = stored["seconds"] + round(time.monotonic() - began)
             store(path, about | {"seconds": seconds, "trials": trials}, list(runs), SIDES)
 
-        runs = race(launcher, folder, args, stored, keep)
+        runs = race(launcher, place, args, stored, keep)
     head = [name.format(score=args.score) for name in HEAD]
     print_table(head, summary(runs, args.score), SUMMED)
     print(path)

@@ -19,7 +19,8 @@ picture of docs/results.md.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -27,7 +28,7 @@ from statistics import fmean
 from typing import Any
 
 from bench import subject
-from bench.experiment import SUMMED, Experiment, Runs, mean_of, mean_over, spread, table
+from bench.experiment import SUMMED, Experiment, Place, Runs, mean_of, mean_over, spread, table
 from bench.harness import print_table
 from lowroll.config import RunConfig
 from lowroll.envs.chain import Chain
@@ -138,10 +139,11 @@ FAMILIES = ("kv/", "correction/")  # all metrics of these names are stored too
 HELD_OUT = 256
 
 
-def warm_start(folder: Path, device: str, change: Mapping[str, Any]) -> dict[str, Any]:
+def warm_start(place: Place) -> dict[str, Any]:
     """Write the warm-started model as `folder/model`; return what is recorded of it, with its
     held-out rewards."""
-    cfg = EXPERIMENT.config("dense", 0, 10, folder, device, change)
+    folder = place.folder
+    cfg = EXPERIMENT.config("dense", 0, replace(place, steps=10))
     data = demonstrated(cfg, folder / "demonstrations.jsonl")
     cfg = cfg.model_copy(update={"sft": cfg.sft.model_copy(update={"data": str(data)})})
     untrained = build_model(folder / "untrained", 0, MODEL)

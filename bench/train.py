@@ -283,8 +283,7 @@ def low_bit(job: Job, seconds: Mapping[str, list[float]]) -> Row:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of(__doc__, models=SomeOf(JOBS), rounds=3, steps=STEPS)
-    parser.add_argument("--no-peer", action="store_true", help="ours in fp8 and dense alone")
+    parser = parser_of(__doc__, models=SomeOf(JOBS), rounds=3, steps=STEPS, no_peer=False)
     args = parser.parse_args(argv)
     rows: list[Row] = []
     for name in args.models:
