@@ -41,17 +41,14 @@ from bench.harness import Results, Row, SomeOf, parser_of, say, settle
 from bench.peer import Peer, PeerFailed
 from bench.reader import WAIT_S, reader
 from bench.shapes import SHAPES, TINY
-from bench.train import RATE, Job, batch, learner, peer_model, timed
+from bench.train import RATE, Job, learner, peer_model, step_of, timed
 from bench.worker import Answer, serve
 from lowroll.model import hf
 from lowroll.model.transformer import Transformer
-from lowroll.objectives.objective import select
 from lowroll.parallel.ranks import ALONE, RankGroup, Ranks
 from lowroll.parallel.sharding import Sharded
 from lowroll.runs.roles.local import reserve_port
 from lowroll.trainer import recompute
-from lowroll.trainer.optim import Optimizer, OptimSettings
-from lowroll.trainer.step import LearnSettings, learn
 from lowroll.weights.sync.changes import Shadow
 from lowroll.weights.sync.folder import FolderPublisher
 
@@ -103,13 +100,7 @@ def ours(job: Job, rank: int, size: int, port: int, steps: int) -> Found:
         device = f"cuda:{rank}" if job.device == "cuda" else "cpu"
         model = learner(replace(job, device=device))
         ranks.shard(recompute.apply(model, job.checkpointing))
-        optim = OptimSettings(learning_rate=RATE)
-        optimizer = Optimizer(model.trainable_parameters(), optim, ranks=ranks)
-        settings = LearnSettings(
-            select("grpo"), tokens_per_microbatch=micro(job), logprob_chunk=job.logprob_chunk
-        )
-        work = batch(job)
-        step = lambda: learn(model, work, optimizer, settings)  # noqa: E731
+        step = step_of(job, model, micro(job), ranks)
         found = {"seconds": timed(step, steps, job.device == "cuda"), "bytes": peak(job)}
         whole = ranks.mirror(model, device if job.fp8 else "cpu")
         published = {

@@ -46,6 +46,7 @@ from bench.shapes import SHAPES, random_model
 from lowroll.model import lora
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.objective import select
+from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.trainer import recompute
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.step import LearnSettings, learn
@@ -154,10 +155,14 @@ def peer_model(job: Job, dtype: torch.dtype, checkpointing: bool, device: Any) -
     config = AutoConfig.for_model(**plain)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    model.train()
+    return adapted(model.train(), job.lora, checkpointing)
+
+
+def adapted(model: Any, is_lora: bool, checkpointing: bool) -> Any:
+    """Return transformers' model with gradient checkpointing and PEFT's adapter, where asked for."""
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if not job.lora:
+    if not is_lora:
         return model
     from peft import LoraConfig, get_peft_model
 
@@ -170,12 +175,20 @@ def peer_model(job: Job, dtype: torch.dtype, checkpointing: bool, device: Any) -
 
 def ours(job: Job) -> Callable[[], object]:
     model = recompute.apply(learner(job), job.checkpointing)
-    optimizer = Optimizer(model.trainable_parameters(), OptimSettings(learning_rate=RATE))
+    return step_of(job, model, job.tokens)
+
+
+def step_of(
+    job: Job, model: Transformer, microbatch: int, ranks: Ranks = ALONE
+) -> Callable[[], object]:
+    """Return a call that makes one update of a model in micro-batches of so many tokens."""
+    optim = OptimSettings(learning_rate=RATE)
+    optimizer = Optimizer(model.trainable_parameters(), optim, ranks=ranks)
     settings = LearnSettings(
-        select("grpo"), tokens_per_microbatch=job.tokens, logprob_chunk=job.logprob_chunk
+        select("grpo"), tokens_per_microbatch=microbatch, logprob_chunk=job.logprob_chunk
     )
-    steps = batch(job)
-    return lambda: learn(model, steps, optimizer, settings)
+    work = batch(job)
+    return lambda: learn(model, work, optimizer, settings)
 
 
 def peer(job: Job, setting: PeerSetting) -> Callable[[], object]:
