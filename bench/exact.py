@@ -137,9 +137,8 @@ def compare(args: Namespace, model: Path) -> list[Row]:
         def turn(name: str) -> None:
             act(sides[name], next(seeds[name]))
 
-        for name in sides:  # warm-up
-            turn(name)
-        ours, peer = interleave({name: partial(turn, name) for name in sides}, args.rounds).values()
+        turns = {name: partial(turn, name) for name in sides}
+        ours, peer = interleave(turns, args.rounds, warm=1).values()
         title = f"{args.name} {args.weights} exact over plain {title}"
         return speed_row(title, tokens, "tokens/s", ours, peer, must)
 

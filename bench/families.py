@@ -123,9 +123,7 @@ def compared(family: str, reference: str, rounds: int) -> list[Row]:
     rows = []
     for part, (tokens, _) in works["family"].items():
         runs = {side: works[side][part][1] for side in models}
-        for run in runs.values():
-            run()
-        seconds = interleave(runs, rounds)
+        seconds = interleave(runs, rounds, warm=1)
         share = 1.0 if part == "decode" else CHOSEN / EXPERTS
         ours, peer = (
             [one / parameters_of_a_token(model, share) * 1e9 for one in seconds[side]]

@@ -86,16 +86,18 @@ class Row:
 
 
 def interleave(
-    contestants: Mapping[str, Callable[[], object]], rounds: int
+    contestants: Mapping[str, Callable[[], object]], rounds: int, warm: int = 0
 ) -> dict[str, list[float]]:
-    """Run contestants, which are warm, in turns; return the seconds of each in every round."""
+    """Run contestants in turns; return the seconds of each in every round after the `warm` first."""
 
     def seconds(run: Callable[[], object]) -> float:
         began = time.perf_counter()
         run()
         return time.perf_counter() - began
 
-    return in_turns({name: partial(seconds, run) for name, run in contestants.items()}, rounds)
+    return in_turns(
+        {name: partial(seconds, run) for name, run in contestants.items()}, rounds, warm
+    )
 
 
 def in_turns(

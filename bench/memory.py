@@ -25,7 +25,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -197,8 +197,8 @@ class Meter:
             )
             torch.cuda.reset_peak_memory_stats()
         mark = Mark(self.phase, name, *numbers)
-        numbers_of = {key: size for key, size in asdict(mark).items() if isinstance(size, int)}
-        told = ", ".join(f"{key} {size / 1e9:.3f}" for key, size in numbers_of.items())
+        sizes = {key: size for key, size in vars(mark).items() if isinstance(size, int)}
+        told = ", ".join(f"{key} {size / 1e9:.3f}" for key, size in sizes.items())
         say(f"{self.phase}: {name}: GB: {told}")
         self.marks.append(mark)
         return mark

@@ -19,6 +19,7 @@ from urllib.request import ProxyHandler, build_opener
 
 from bench.peer import PeerFailed, vllm_environment, vllm_python
 from bench.vllm_worker import config
+from lowroll.checkpoint.logfile import last_error
 from lowroll.runs.roles.local import reserve_port
 
 START_S = 300.0
@@ -55,13 +56,15 @@ class VllmServer:
         until = time.monotonic() + deadline_s
         while time.monotonic() < until:
             if self._process.poll() is not None:
-                raise PeerFailed(f"it ended with {self._process.returncode}; {self.last_words()}")
+                raise PeerFailed(
+                    f"it ended with {self._process.returncode}; {last_error(self.log)}"
+                )
             try:
                 self._get("/health")
                 return time.perf_counter() - self._began
             except (OSError, http.client.HTTPException):
                 time.sleep(0.2)
-        raise PeerFailed(f"no answer within {deadline_s:g} s of its start; {self.last_words()}")
+        raise PeerFailed(f"no answer within {deadline_s:g} s of its start; {last_error(self.log)}")
 
     @property
     def version(self) -> str:
@@ -70,11 +73,6 @@ class VllmServer:
     def _get(self, path: str) -> bytes:
         with _OPENER.open(f"{self.url}{path}", timeout=5.0) as answer:
             return bytes(answer.read())
-
-    def last_words(self) -> str:
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        wrong = [line for line in lines if "Error" in line]
-        return f"its last words: {' | '.join((wrong or lines)[-4:])[-800:]}"
 
     def close(self) -> None:
         self._held.close()
