@@ -91,23 +91,19 @@ def deaf(folder: Path) -> AbstractContextManager[object]:
     return patch.object(NativeEngine, "update_weights", ignore)
 
 
-def built(
-    change: Callable[[NativeEngine], object],
-) -> Callable[[Path], AbstractContextManager[object]]:
-    @contextmanager
-    def inject(folder: Path) -> Iterator[None]:
-        make = engines.make
+@contextmanager
+def built(change: Callable[[NativeEngine], object], folder: Path) -> Iterator[None]:
+    """Change every engine when it has been made."""
+    make = engines.make
 
-        def changed(*args: Any, **settings: Any) -> Engine:
-            engine = make(*args, **settings)
-            assert isinstance(engine, NativeEngine)
-            change(engine)
-            return engine
+    def changed(*args: Any, **settings: Any) -> Engine:
+        engine = make(*args, **settings)
+        assert isinstance(engine, NativeEngine)
+        change(engine)
+        return engine
 
-        with patch.object(engines, "make", changed):
-            yield
-
-    return inject
+    with patch.object(engines, "make", changed):
+        yield
 
 
 def rotate_at(theta: float, engine: NativeEngine) -> None:
@@ -124,29 +120,25 @@ def in_half(folder: Path) -> AbstractContextManager[object]:
     return patch.object(engines, "make", halved)
 
 
+@contextmanager
 def drawn(
-    change: Callable[[Request], Request], recorded_at: float | None
-) -> Callable[[Path], AbstractContextManager[object]]:
-    """Return the injection that changes all requests. recorded_at: the temperature of the log-probs
-    that are returned, of the whole distribution; None: those of the changed requests."""
+    change: Callable[[Request], Request], recorded_at: float | None, folder: Path
+) -> Iterator[None]:
+    """Change all requests. recorded_at: the temperature of the log-probs that are returned, of the
+    whole distribution; None: those of the changed requests."""
+    generate = RolloutEngine.generate
 
-    @contextmanager
-    def inject(folder: Path) -> Iterator[None]:
-        generate = RolloutEngine.generate
+    def changed(
+        rollouts: RolloutEngine, requests: list[Request], on_progress: Any = None
+    ) -> list[Group]:
+        groups = generate(rollouts, [change(request) for request in requests], on_progress)
+        return [
+            _recorded(rollouts.engine, group, request, recorded_at)
+            for group, request in zip(groups, requests, strict=True)
+        ]
 
-        def changed(
-            rollouts: RolloutEngine, requests: list[Request], on_progress: Any = None
-        ) -> list[Group]:
-            groups = generate(rollouts, [change(request) for request in requests], on_progress)
-            return [
-                _recorded(rollouts.engine, group, request, recorded_at)
-                for group, request in zip(groups, requests, strict=True)
-            ]
-
-        with patch.object(RolloutEngine, "generate", changed):
-            yield
-
-    return inject
+    with patch.object(RolloutEngine, "generate", changed):
+        yield
 
 
 def _recorded(engine: Engine, group: Group, request: Request, at: float | None) -> Group:
@@ -226,13 +218,13 @@ FAULTS: dict[str, Fault] = {
     "rotary base": Fault(
         "the engine has a rotary base of 1e4, the model 1e5",
         "rotary base is 10000",
-        built(partial(rotate_at, 1e4)),
+        partial(built, partial(rotate_at, 1e4)),
         reported="prime-rl#2802: KL of 0.03 from the first step on, found by hand; NeMo-RL#2981",
     ),
     "rotary base, int8": Fault(
         "the same of an INT8 engine",
         "rotary base is 10000",
-        built(partial(rotate_at, 1e4)),
+        partial(built, partial(rotate_at, 1e4)),
         {"rollout": {"weights": "int8"}},
     ),
     "half precision": Fault(
@@ -241,24 +233,24 @@ FAULTS: dict[str, Fault] = {
     "top_p, renormalized": Fault(
         f"a hidden top_p of {TOP_P}, log-probs of what it leaves",
         "were cut",
-        drawn(partial(replace, top_p=TOP_P), None),
+        partial(drawn, partial(replace, top_p=TOP_P), None),
         reported="NeMo-RL#3497, ART#140: defaults of generation_config.json, taken silently",
     ),
     "top_p, raw": Fault(
         f"a hidden top_p of {TOP_P}, log-probs of the whole distribution",
         "narrower",
-        drawn(partial(replace, top_p=TOP_P), 1.0),
+        partial(drawn, partial(replace, top_p=TOP_P), 1.0),
         reported="NeMo-RL#3497, ART#140",
     ),
     "temperature, raw": Fault(
         f"drawn at temperature {COLD}, log-probs at 1",
         "narrower",
-        drawn(partial(replace, temperature=COLD), 1.0),
+        partial(drawn, partial(replace, temperature=COLD), 1.0),
     ),
     "temperature, recorded": Fault(
         f"temperature {COLD} in the run's settings, log-probs at 1",
         "temperature 1",
-        drawn(lambda request: request, 1.0),
+        partial(drawn, lambda request: request, 1.0),
         {"rollout": {"temperature": COLD}},
         "vime#69: raw log-probs are those before the temperature",
     ),

@@ -272,16 +272,22 @@ def over_vllm(ours: Side, concurrency: int, mine: list[Seen], theirs: list[Seen]
 
 def rollouts(ours: Side, batch: int, group: int, rounds: int, store: Callable[..., None]) -> None:
     """Store the row of the same rollouts over the server and in process, in turns."""
-    sides: dict[str, list[float]] = {"server": [], "engine": []}
-    for i in range(rounds + 1):  # the first compiles what these shapes need
-        prompts = ours.prompts(batch // group, ROLLED, seed=100 + i)
-        for name, measure in (("server", over_http), ("engine", in_process)):
+
+    def side(measure: Callable[[Side, list[list[int]], int], float]) -> Callable[[], float]:
+        seeds = itertools.count(100)
+
+        def seconds() -> float:
+            prompts = ours.prompts(batch // group, ROLLED, next(seeds))
             ours.forget()
-            sides[name].append(measure(ours, prompts, group))
-            say(f"B={batch} n={group}, {name}: {sides[name][-1]:.2f} s")
+            return measure(ours, prompts, group)
+
+        return seconds
+
+    sides = {"server": side(over_http), "engine": side(in_process)}
+    # the first round compiles what these shapes need
+    taken = in_turns(sides, rounds, warm=1, title=f"B={batch} n={group}, ")
     name = through_server(ours.model, ours.format, batch, group)
-    over, within = sides["server"][1:], sides["engine"][1:]
-    store([speed_row(name, batch * NEW, "tokens/s", over, within)])
+    store([speed_row(name, batch * NEW, "tokens/s", taken["server"], taken["engine"])])
 
 
 def over_http(ours: Side, prompts: list[list[int]], group: int) -> float:
