@@ -238,7 +238,7 @@ def compare(job: Job, rounds: int, steps: int = STEPS, with_peer: bool = True) -
     """Run all sides in turns, or ours alone; return the rows of speed and, on CUDA, of memory."""
     tried = fitting(job) if with_peer else {}
     builds = {"ours": partial(ours, job), "fp8": partial(ours, replace(job, fp8=True))}
-    if tried:
+    if with_peer:
         fastest = min(tried, key=lambda s: tried[s].seconds)
         builds["peer"] = partial(peer, job, fastest)
     on_cuda = job.device == "cuda"
@@ -246,7 +246,7 @@ def compare(job: Job, rounds: int, steps: int = STEPS, with_peer: bool = True) -
     sides = in_turns(turns, rounds, title=f"{job.title}, ")
     seconds = {side: [t.seconds for t in found] for side, found in sides.items()}
     rows = [low_bit(job, seconds)]
-    if not tried:
+    if not with_peer:
         return rows
     name = f"{job.title}: transformers{' + PEFT' if job.lora else ''} ({fastest})"
     speeds = seconds["ours"], seconds["peer"]
