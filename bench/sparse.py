@@ -92,34 +92,21 @@ BOUNDS = {"budget": 208, "buffer": 32}
 SNAPKV: dict[str, Any] = {"policy": "snapkv", **BOUNDS, "window": 32, "kernel": 3}
 RKV: dict[str, Any] = {**SNAPKV, "policy": "rkv", "mix": 0.5}
 
+
+def _arm(kv: dict[str, Any], correction: str, **changes: Any) -> dict[str, Any]:
+    return {"rollout": {"kv": kv}, "correction": correction, **changes}
+
+
 ARMS: dict[str, dict[str, Any]] = {
     "dense": {},
-    "rkv naive": {"rollout": {"kv": RKV}, "correction": "none", "force": True},
-    "rkv sparse-rl": {"rollout": {"kv": RKV}, "correction": "sparse"},
-    "rkv capped": {
-        "rollout": {"kv": RKV},
-        "correction": "sparse",
-        "loss": {"sparse": {"xi_cap": 1.5}},
-    },
-    "snapkv sparse-rl": {"rollout": {"kv": SNAPKV}, "correction": "sparse"},
-    "rkv replay": {
-        "rollout": {"kv": RKV},
-        "correction": "auto",
-        "train": {"replay_kv": True},
-    },
-    "rkv repair": {
-        "rollout": {"kv": RKV},
-        "correction": "sparse",
-        "loss": {"sparse": {"repair": "mask"}},
-    },
-    "fp8 cache": {
-        "rollout": {"kv": {"policy": "dense", "dtype": "fp8"}},
-        "correction": "auto",
-    },
-    "streaming sparse-rl": {
-        "rollout": {"kv": {"policy": "streaming", **BOUNDS}},
-        "correction": "sparse",
-    },
+    "rkv naive": _arm(RKV, "none", force=True),
+    "rkv sparse-rl": _arm(RKV, "sparse"),
+    "rkv capped": _arm(RKV, "sparse", loss={"sparse": {"xi_cap": 1.5}}),
+    "snapkv sparse-rl": _arm(SNAPKV, "sparse"),
+    "rkv replay": _arm(RKV, "auto", train={"replay_kv": True}),
+    "rkv repair": _arm(RKV, "sparse", loss={"sparse": {"repair": "mask"}}),
+    "fp8 cache": _arm({"policy": "dense", "dtype": "fp8"}, "auto"),
+    "streaming sparse-rl": _arm({"policy": "streaming", **BOUNDS}, "sparse"),
 }
 
 CURVES = (
