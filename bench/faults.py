@@ -60,6 +60,9 @@ SETTINGS: dict[str, Any] = {
     "ckpt": {"interval": 10_000, "keep_last": 1},
 }
 LORA = {"lora": True, "lora_rank": 16, "learning_rate": 1e-4}
+BF16 = {"rollout": {"weights": "bf16"}}
+INT8 = {"rollout": {"weights": "int8"}}
+NVFP4_LORA = {"rollout": {"weights": "nvfp4"}, "train": LORA}
 TOP_P = 0.8
 COLD = 0.7
 SPOKEN = ("first batch", "guard", "update to version")  # where lines that count begin
@@ -187,25 +190,14 @@ def other_template(folder: Path) -> Iterator[None]:
 
 FAULTS: dict[str, Fault] = {
     "none, float32": Fault("float32 rollouts, no fault", None),
-    "none, bf16": Fault(
-        "bfloat16 rollouts, no fault", None, change={"rollout": {"weights": "bf16"}}
-    ),
-    "none, int8": Fault("INT8 rollouts, no fault", None, change={"rollout": {"weights": "int8"}}),
-    "none, nvfp4 lora": Fault(
-        "NVFP4 rollouts, LoRA, no fault",
-        None,
-        change={"rollout": {"weights": "nvfp4"}, "train": LORA},
-    ),
+    "none, bf16": Fault("bfloat16 rollouts, no fault", None, change=BF16),
+    "none, int8": Fault("INT8 rollouts, no fault", None, change=INT8),
+    "none, nvfp4 lora": Fault("NVFP4 rollouts, LoRA, no fault", None, change=NVFP4_LORA),
     "none, top_p": Fault("top_p in the run's settings", None, change={"rollout": {"top_p": TOP_P}}),
     "stale weights": Fault(
         "new weights never reach the engine", "older weights", deaf, reported="TRL#5312"
     ),
-    "stale codes": Fault(
-        "new weights never reach an INT8 engine",
-        "older weights",
-        deaf,
-        {"rollout": {"weights": "int8"}},
-    ),
+    "stale codes": Fault("new weights never reach an INT8 engine", "older weights", deaf, INT8),
     "stale adapter": Fault(
         "a new adapter never reaches the engine",
         "older weights",
@@ -225,7 +217,7 @@ FAULTS: dict[str, Fault] = {
         "the same of an INT8 engine",
         "rotary base is 10000",
         partial(built, partial(rotate_at, 1e4)),
-        {"rollout": {"weights": "int8"}},
+        INT8,
     ),
     "half precision": Fault(
         "the engine computes in bfloat16, the learner in float32", "half precision", in_half
