@@ -12,10 +12,10 @@ from __future__ import annotations
 import random
 import statistics
 import struct
-import time
 import zlib
 
 from bench.harness import BASELINES, Row, SomeOf, finish, parser_of
+from bench.worker import timed
 from lowroll.transport.codec import decode_batch, encode_batch
 from lowroll.transport.frame import pack_batch, unpack_batch
 from lowroll.types import Batch, BehaviorTag, Evictions, PolicySpan, Prompt, Rollout, Sample, Score
@@ -35,11 +35,8 @@ def batch_of(samples: int, tokens: int, top: int, dropped: bool) -> Batch:
     rng = random.Random(0)
 
     def log_probs(count: int) -> list[float]:
-        return list(
-            struct.unpack(
-                f"{count}f", struct.pack(f"{count}f", *(-rng.expovariate(2) for _ in range(count)))
-            )
-        )
+        drawn = [-rng.expovariate(2) for _ in range(count)]
+        return list(struct.unpack(f"{count}f", struct.pack(f"{count}f", *drawn)))
 
     made = []
     for index in range(samples):
@@ -77,12 +74,8 @@ def rows(name: str, rounds: int) -> list[Row]:
     }
     found = []
     for what, (data, run) in sides.items():
-        seconds = []
-        for _ in range(rounds):
-            began = time.process_time()
-            run()
-            seconds.append(time.process_time() - began)
-        took, megabytes = statistics.median(seconds), len(data) / 1e6
+        took = statistics.median(timed(run)["cpu"] for _ in range(rounds))
+        megabytes = len(data) / 1e6
         note = f"{megabytes:.1f} MB, {1000 * took:.0f} ms a batch"
         found.append(Row(f"{name}: {what}", "MB/s", megabytes / took, note=note))
     return found

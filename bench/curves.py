@@ -19,29 +19,17 @@ pictures of docs/results.md.
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench import subject
-from bench.experiment import (
-    SUMMED,
-    Experiment,
-    alone,
-    by_arm,
-    ending_by,
-    made,
-    mean_over,
-    placed,
-    recorded,
-    spread,
-)
-from bench.harness import merged, print_table
+from bench.experiment import SUMMED, Experiment, Place, Runs, mean_over, spread, table
+from bench.harness import print_table
 from lowroll.config import RunConfig
 from lowroll.runs.demo import metrics_of
-from lowroll.runs.grpo import run
 
 SOURCE = "smollm2"
 SETTINGS: dict[str, Any] = {
@@ -116,27 +104,19 @@ SAMPLED = 256  # with SAMPLES each
 SAMPLES = 8
 
 
-def settings(
-    arm: str, seed: int, steps: int, folder: Path, device: str, change: Mapping[str, Any]
-) -> RunConfig:
-    """Return the run of an arm and a seed, as a user's YAML file would say it."""
-    tree = merged(merged(SETTINGS, change), ARMS[arm])
-    tree.setdefault("env", subject.environment(folder))
-    return placed(tree, arm, seed, steps, folder, device)
-
-
-def warm_start(folder: Path, device: str, change: Mapping[str, Any]) -> dict[str, Any]:
+def warm_start(place: Place) -> dict[str, Any]:
     """Write the problems, and the warm-started model as `folder/model`; return what is recorded of
     it, with its held-out scores."""
+    folder = place.folder
     subject.write_problems(folder, subject.SIZES)
-    supervised = {**change, "env": subject.environment(folder, "sft")}
-    cfg = settings("bf16", 0, 10, folder, device, supervised)
+    supervised = {**place.change, "env": subject.environment(folder, "sft")}
+    cfg = EXPERIMENT.config("bf16", 0, replace(place, steps=10, change=supervised))
     found = subject.warm(cfg, SOURCE, folder)
-    cfg = settings("bf16", 0, 10, folder, device, change)
-    return found | scores(cfg, folder / "model")
+    cfg = EXPERIMENT.config("bf16", 0, replace(place, steps=10))
+    return found | scores(cfg, cfg, folder / "model")
 
 
-def scores(cfg: RunConfig, model: Path) -> dict[str, float]:
+def scores(cfg: RunConfig, first: RunConfig, model: Path) -> dict[str, float]:
     """Return a model folder's held-out scores: greedy with dense weights and in the rollouts' own
     format, and of SAMPLES sampled responses their mean and the share of problems that one solves."""
     greedy = metrics_of(cfg, model, "dense", 0.0, HELD_OUT)
@@ -151,46 +131,7 @@ def scores(cfg: RunConfig, model: Path) -> dict[str, float]:
     return {name: round(score, 4) for name, score in found.items()}
 
 
-def train(
-    arm: str,
-    seed: int,
-    gpu: int,
-    *,
-    steps: int,
-    folder: Path,
-    device: str,
-    change: Mapping[str, Any],
-    until: float = math.inf,
-) -> dict[str, Any]:
-    """Run in a process of its own; return its curves and what its final model reaches."""
-    began = time.monotonic()
-    cfg = settings(arm, seed, steps, folder, device, change)
-    with alone(gpu, cfg):
-        with ending_by(until):
-            result = run(cfg, overwrite=True)
-        after = {} if result.signal else scores(cfg, result.folder / "final")
-    return made(arm, seed, began, after=after, curves=recorded(result.records, CURVES))
-
-
-HEAD = (
-    "arm",
-    "runs",
-    "steps",
-    "held out, greedy",
-    "in its own format",
-    "sampled",
-    "pass@8",
-    "reward, first 10 steps",
-    "last 10",
-    "KL, first 10 steps",
-    "KL, last 10",
-    "ESS, last 10",
-    "entropy, last 10",
-    "tokens a response",
-)
-
-
-def by_start(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def by_start(runs: Runs) -> list[dict[str, Any]]:
     """Return the runs; those that started from other weights than the first are arms of their own."""
     first = runs[0]["warm_start"]["sha256"]
     return [
@@ -201,36 +142,40 @@ def by_start(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def summary(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a row of HEAD for each arm: means over its seeds, ranges in parentheses."""
-    rows: list[tuple[str, ...]] = []
-    for arm, own in by_arm(runs).items():
-        steps = [len(one["curves"]["reward/mean"]) for one in own]
-        rows.append(
-            (
-                arm,
-                str(len(own)),
-                f"{min(steps)} to {max(steps)}",
-                _after(own, "greedy"),
-                *(_after(own, name).split()[0] for name in ("own", "sampled", "pass@8")),
-                mean_over(own, "reward/mean", 10, ".3f"),
-                mean_over(own, "reward/mean", -10, ".3f"),
-                mean_over(own, "mismatch/kl_k3", 10, ".1e"),
-                mean_over(own, "mismatch/kl_k3", -10, ".1e"),
-                mean_over(own, "mismatch/ess", -10, ".2f"),
-                mean_over(own, "policy/entropy", -10, ".3f"),
-                mean_over(own, "rollout/length_mean", -10, ".0f"),
-            )
-        )
-    return rows
+def _after(score: str) -> Callable[[Runs], str]:
+    """Return the column of a score: its mean and range over the runs that have it."""
+    return lambda runs: spread([one["after"][score] for one in runs if one["after"]])
 
 
-def _after(runs: Sequence[Mapping[str, Any]], score: str) -> str:
-    """Return a score's mean and range over the runs that have it."""
-    return spread([one["after"][score] for one in runs if one["after"]])
+def _mean_after(score: str) -> Callable[[Runs], str]:
+    return lambda runs: _after(score)(runs).split()[0]
 
 
-EXPERIMENT = Experiment("curves", SETTINGS, ARMS, warm_start, train)
+def _steps(runs: Runs) -> str:
+    steps = [len(one["curves"]["reward/mean"]) for one in runs]
+    return f"{min(steps)} to {max(steps)}"
+
+
+COLUMNS: dict[str, Callable[[Runs], str]] = {
+    "runs": lambda runs: str(len(runs)),
+    "steps": _steps,
+    "held out, greedy": _after("greedy"),
+    "in its own format": _mean_after("own"),
+    "sampled": _mean_after("sampled"),
+    "pass@8": _mean_after("pass@8"),
+    "reward, first 10 steps": mean_over("reward/mean", 10, ".3f"),
+    "last 10": mean_over("reward/mean", -10, ".3f"),
+    "KL, first 10 steps": mean_over("mismatch/kl_k3", 10, ".1e"),
+    "KL, last 10": mean_over("mismatch/kl_k3", -10, ".1e"),
+    "ESS, last 10": mean_over("mismatch/ess", -10, ".2f"),
+    "entropy, last 10": mean_over("policy/entropy", -10, ".3f"),
+    "tokens a response": mean_over("rollout/length_mean", -10, ".0f"),
+}
+HEAD = ("arm", *COLUMNS)
+summary = partial(table, COLUMNS)  # means over the seeds, ranges in parentheses
+EXPERIMENT = Experiment(
+    "curves", SETTINGS, ARMS, warm_start, scores, CURVES, env=subject.environment
+)
 
 
 def main() -> None:

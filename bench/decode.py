@@ -21,7 +21,7 @@ GPU's memory; where not even one other fits, vLLM runs after it.
 
     python -m bench.decode [--models NAME ...] [--formats NAME ...] [--batches 1,64,256]
                            [--rounds 3] [--parts rollout codes filters ...]
-                           [--peer vllm|none] [--vllm-path FOLDER] [--runners V1 V2]
+                           [--peer vllm|none] [--runners V1 V2]
                            [--out FOLDER]
 
 vLLM needs an installation of its own (docs/benchmarks.md). Rows are added to `decode.json`.
@@ -39,6 +39,7 @@ import torch
 
 from bench import lengths, rivals, roofline, startup
 from bench.harness import (
+    OneOf,
     Results,
     Row,
     SomeOf,
@@ -49,7 +50,7 @@ from bench.harness import (
     settle,
     synchronize,
 )
-from bench.peer import Peer, PeerFailed, add_options, share_of_gpu
+from bench.peer import Peer, PeerFailed, share_of_gpu
 from bench.rivals import RUNNERS, Setting
 from bench.roofline import bandwidth, kv_bytes_per_token, linear_weights, weight_bytes
 from bench.shapes import SHAPES, random_model
@@ -184,7 +185,7 @@ def rivals_of(format: str, args: argparse.Namespace, notes: list[str]) -> list[S
         notes.append("vLLM: not run (not asked for)")
         return []
     try:
-        return rivals.settings(format, args.runners, args.vllm_python, args.vllm_path)
+        return rivals.settings(format, args.runners)
     except PeerFailed as error:
         notes.append(f"vLLM: not run ({error})")
         return []
@@ -232,7 +233,7 @@ class Comparison:
             if beside:  # while there is room for what it is made from
                 self.stand(chosen[0])
             some = settings[i : i + together]
-            with rivals.started(some, asked, self.args, self.notes) as peers:
+            with rivals.started(some, asked, self.notes) as peers:
                 self.versions |= {peer.ready["vllm"] for peer in peers.values()}
                 for name, peer in peers.items():
                     say(f"{name} is ready after {peer.ready['seconds']:.0f} s: {peer.ready}")
@@ -407,9 +408,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         rounds=3,
         parts=SomeOf(PARTS),
         runners=SomeOf(RUNNERS),
+        peer=OneOf(("vllm", "none"), "vllm"),
         device="auto",
     )
-    add_options(parser, "vllm")
     args = parser.parse_args(argv)
     args.device, args.out = settle(parser, args.device, args.out)
     return args

@@ -78,22 +78,16 @@ def ours(engine: Engine, work: Lengths, share: bool = True) -> Callable[[], None
     share: one request a prompt, whose prompt runs once; otherwise one request a sample, as if all
     prompts differed.
     """
-    length_of: dict[tuple[str, int], int] = {}
-    requests = []
-    for i, (prompt, lengths) in enumerate(zip(work.prompts, work.tokens, strict=True)):
-        for j, group in enumerate([lengths] if share else [[length] for length in lengths]):
-            length_of.update({(f"{i}.{j}", sample): length for sample, length in enumerate(group)})
-            requests.append(
-                Request(
-                    prompt,
-                    n=len(group),
-                    max_tokens=work.longest,
-                    stop_ids=(STOP,),
-                    ignore_eos=True,
-                    seed=7,
-                    id=f"{i}.{j}",
-                )
-            )
+    groups = {
+        f"{i}.{j}": (prompt, group)
+        for i, (prompt, lengths) in enumerate(zip(work.prompts, work.tokens, strict=True))
+        for j, group in enumerate([lengths] if share else [[length] for length in lengths])
+    }
+    options: dict[str, Any] = {"max_tokens": work.longest, "stop_ids": (STOP,), "ignore_eos": True}
+    requests = [
+        Request(prompt, n=len(group), seed=7, id=name, **options)
+        for name, (prompt, group) in groups.items()
+    ]
     draw = engine.runner.run
 
     def scripted(plan: StepPlan, meanwhile: Callable[[], None]) -> list[StepResult]:
@@ -101,17 +95,12 @@ def ours(engine: Engine, work: Lengths, share: bool = True) -> Callable[[], None
         no stop before it."""
         drawn = []
         for row in draw(plan, meanwhile):
-            past = len(row.sequence.token_ids) + 1
-            end = length_of[row.sequence.request.id, row.sequence.sample]
-            drawn.append(
-                replace(
-                    row,
-                    token_ids=[
-                        STOP if past + i == end else STOP + 1 if token == STOP else token
-                        for i, token in enumerate(row.token_ids)
-                    ],
-                )
-            )
+            end = groups[row.sequence.request.id][1][row.sequence.sample]
+            ids = [STOP + 1 if token == STOP else token for token in row.token_ids]
+            last = end - len(row.sequence.token_ids) - 1
+            if 0 <= last < len(ids):
+                ids[last] = STOP
+            drawn.append(replace(row, token_ids=ids))
         return drawn
 
     def run() -> None:

@@ -8,7 +8,7 @@
             few tokens have the same neighbours on both sides
 
     python -m bench.exact [--parts speed bits] [--model smollm2] [--weights int8_rotated] [--out FOLDER]
-                          [--rounds 5] [--steps 200] [--env records] [--microbatch 300] [--full]
+                          [--rounds 5] [--steps 200] [--env records]
     python -m bench.exact --device cuda --shape qwen2.5-7b        random weights of `bench.shapes`
 
 By default it measures the speed. Without exactness the learner's forward is what a run has by default.
@@ -137,9 +137,8 @@ def compare(args: Namespace, model: Path) -> list[Row]:
         def turn(name: str) -> None:
             act(sides[name], next(seeds[name]))
 
-        for name in sides:  # warm-up
-            turn(name)
-        ours, peer = interleave({name: partial(turn, name) for name in sides}, args.rounds).values()
+        turns = {name: partial(turn, name) for name in sides}
+        ours, peer = interleave(turns, args.rounds, warm=1).values()
         title = f"{args.name} {args.weights} exact over plain {title}"
         return speed_row(title, tokens, "tokens/s", ours, peer, must)
 
@@ -163,8 +162,7 @@ def _drawn(work: Work, side: Side, seed: int) -> None:
 def count_equal(args: Namespace, model: Path, folder: Path) -> list[Row]:
     """Make a run; return the row of its steps in which no bit differs."""
     rollout = {"weights": args.weights, "exact": True, "max_tokens": 32}
-    train = {"max_steps": args.steps, "tokens_per_microbatch": args.microbatch}
-    rate = 1e-6 if args.full else 1e-4
+    train = {"max_steps": args.steps, "tokens_per_microbatch": 300}
     tree = {
         "model": str(model),
         "device": args.device,
@@ -173,7 +171,7 @@ def count_equal(args: Namespace, model: Path, folder: Path) -> list[Row]:
         "batch_size": 8,
         "rollouts_per_example": 4,
         "rollout": {**rollout, "prefill_chunk": 24, "max_batch": 5},
-        "train": {**train, "lora": not args.full, "learning_rate": rate},
+        "train": {**train, "lora": True, "learning_rate": 1e-4},
         "ckpt": {"interval": args.steps},
     }
     records = read(run(from_mapping(tree)).folder)
@@ -183,7 +181,7 @@ def count_equal(args: Namespace, model: Path, folder: Path) -> list[Row]:
         statistics.mean(one["reward/mean"] for one in some)
         for some in (records[:10], records[-10:])
     )
-    how = f"{args.name} {args.weights} {'full' if args.full else 'LoRA'}"
+    how = f"{args.name} {args.weights} LoRA"
     return [
         Row(
             f"{how}: steps with the same bits on both sides, of {args.steps}",
@@ -220,10 +218,8 @@ def main(argv: list[str] | None = None) -> int:
         threads=torch.get_num_threads(),
         env="records",
         steps=200,
-        microbatch=300,
-        full=False,
+        shape=OneOf(SHAPES),
     )
-    parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape, on a GPU")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     args.name, began = args.shape or args.model, time.monotonic()

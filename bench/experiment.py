@@ -33,51 +33,90 @@ import torch
 from bench.harness import RESULTS, OneOf, SomeOf, here, merged, parser_of, say
 from lowroll.checkpoint.atomic_files import write_file
 from lowroll.config import RunConfig, from_mapping
+from lowroll.runs.grpo import run
 
 Found = dict[str, Any]
+Runs = Sequence[Mapping[str, Any]]
 SUMMED = "mean over the seeds (smallest to largest)"
 
 
-def options(
-    doc: str | None, arms: Iterable[str], **defaults: int | float | str | None
-) -> argparse.ArgumentParser:
+def options(doc: str | None, arms: Iterable[str], **defaults: Any) -> argparse.ArgumentParser:
     """Return the options of every command that makes runs, and those of the defaults
-    (`harness.parser_of`)."""
+    (`harness.parser_of`). change: JSON of settings that differ."""
     device = OneOf(("auto", "cpu", "cuda"), "auto")
-    parser = parser_of(doc, out=RESULTS, device=device, only=SomeOf(arms), **defaults)
-    parser.add_argument("--change", default="{}", help="JSON of settings that differ")
-    return parser
+    return parser_of(doc, out=RESULTS, device=device, only=SomeOf(arms), change="{}", **defaults)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What all runs of a command share: their steps, folder and device, and the settings that
+    differ from the experiment's."""
+
+    steps: int
+    folder: Path
+    device: str
+    change: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Experiment:
     """An experiment: the name of its file, common settings, and what each arm changes.
 
-    warm_start: `(folder, device, change)` writes the weights that all runs start from as
-    `folder/model`, and returns what is recorded of them. train: `(arm, seed, gpu, *, steps, folder,
-    device, change, until)` makes a run and returns its record; until: see `ending_by`. slowest:
-    the arm that begins first, so that nothing waits for it at the end.
+    warm_start: writes the weights that all runs start from as `folder/model`, and returns what is
+    recorded of them. scores: the held-out scores of a model
+    folder by a run's configuration and that of the first arm. curves: the metrics that are stored,
+    with all of `families`. env: the environment of the problems in a folder, where the settings
+    name none. before: what is recorded of a run's beginning. slowest: the arm that begins first, so
+    that nothing waits for it at the end.
     """
 
     name: str
     settings: Mapping[str, Any]
     arms: Mapping[str, Mapping[str, Any]]
-    warm_start: Callable[[Path, str, Mapping[str, Any]], Found]
-    train: Callable[..., Found]
+    warm_start: Callable[[Place], Found]
+    scores: Callable[[RunConfig, RunConfig, Path], dict[str, float]]
+    curves: tuple[str, ...]
+    families: tuple[str, ...] = ()
+    env: Callable[[Path], list[dict[str, Any]]] | None = None
+    before: Callable[[RunConfig, Path], Found] | None = None
     slowest: str = ""
 
     def options(
         self, doc: str | None, steps: int, seeds: int, jobs: int
     ) -> argparse.ArgumentParser:
-        """Return the command's options."""
-        parser = options(doc, self.arms, steps=steps, seeds=seeds, jobs=jobs, first_seed=0)
-        parser.add_argument(
-            "--seconds", type=float, default=math.inf, help="when runs end, done or not"
-        )
-        parser.add_argument(
-            "--work", type=Path, help="folder of models and logs; default: none stays"
-        )
-        return parser
+        """Return the command's options. seconds: when runs end, done or not; work: the folder of
+        models and logs, none of which stays without it."""
+        counts = {"steps": steps, "seeds": seeds, "jobs": jobs, "first_seed": 0}
+        return options(doc, self.arms, **counts, seconds=math.inf, work=Path)
+
+    def config(self, arm: str, seed: int, place: Place) -> RunConfig:
+        """Return the run of an arm and a seed, as a user's YAML file would say it."""
+        tree = merged(merged(self.settings, place.change), self.arms[arm])
+        if self.env is not None:
+            tree.setdefault("env", self.env(place.folder))
+        return from_mapping(merged(tree, own_settings(arm, seed, place)))
+
+    def train(
+        self, arm: str, seed: int, gpu: int, *, place: Place, until: float = math.inf
+    ) -> Found:
+        """Make a run in a process of its own; return its curves and the scores of its final model.
+        until: see `ending_by`."""
+        began = time.monotonic()
+        cfg = self.config(arm, seed, place)
+        with alone(gpu, cfg):
+            before = {} if self.before is None else self.before(cfg, place.folder / "model")
+            with ending_by(until):
+                result = run(cfg, overwrite=True)
+            first = self.config(next(iter(self.arms)), seed, place)
+            after = {} if result.signal else self.scores(cfg, first, result.folder / "final")
+        return {
+            "variant": arm,
+            "seed": seed,
+            "seconds": round(time.monotonic() - began, 1),
+            **before,
+            "after": after,
+            "curves": recorded(result.records, self.curves, self.families),
+        }
 
     def main(self, args: argparse.Namespace) -> list[Found]:
         """Make the runs that are missing; return all that stand in the file."""
@@ -87,11 +126,11 @@ class Experiment:
             return self._measure(folder, args)
 
     def _measure(self, folder: Path, args: argparse.Namespace) -> list[Found]:
-        began, change = time.monotonic(), json.loads(args.change)
-        path = args.out / f"{self.name}.json"
-        before = self.warm_started(folder, args.device, change)
+        began, path = time.monotonic(), args.out / f"{self.name}.json"
+        place = Place(args.steps, folder, args.device, json.loads(args.change))
+        before = self.warm_started(place)
         say(f"warm start: {before}, {time.monotonic() - began:.0f} s")
-        settings = merged(self.settings, change)
+        settings = merged(self.settings, place.change)
         about = made_here(args.device, steps=args.steps, settings=settings)
         runs = self.stored(path, about)
         have = {key(one) for one in runs if is_whole(one, args.steps)}
@@ -100,14 +139,8 @@ class Experiment:
         jobs = sorted(
             set(wanted) - have, key=lambda job: (job[0] != self.slowest, wanted.index(job))
         )
-        work = partial(
-            self.train,
-            steps=args.steps,
-            folder=folder,
-            device=args.device,
-            change=change,
-            until=time.time() + args.seconds - (time.monotonic() - began),
-        )
+        until = time.time() + args.seconds - (time.monotonic() - began)
+        work = partial(self.train, place=place, until=until)
         for last in side_by_side(work, jobs, args.jobs):
             runs = [one for one in runs if key(one) != key(last)]
             beside = {"warm_start": before, "device": about["machine"]["device"]}
@@ -119,16 +152,16 @@ class Experiment:
             )
         return runs
 
-    def warm_started(self, folder: Path, device: str, change: Mapping[str, Any]) -> Found:
+    def warm_started(self, place: Place) -> Found:
         """Write the weights that all runs start from, unless they are in the folder; return what is
         recorded of them. ValueError where those in the folder are of other settings."""
-        note, settings = folder / "warm.json", merged(self.settings, change)
+        note, settings = place.folder / "warm.json", merged(self.settings, place.change)
         if note.is_file():
             stored: Found = json.loads(note.read_text())
             if stored.get("settings") != settings:
-                raise ValueError(f"--work: {folder} has a model that other settings made")
+                raise ValueError(f"--work: {place.folder} has a model that other settings made")
             return dict(stored["found"])
-        found = self.warm_start(folder, device, change)
+        found = self.warm_start(place)
         write_file(note, json.dumps({"settings": settings, "found": found}).encode())
         return found
 
@@ -162,21 +195,14 @@ def is_whole(one: Mapping[str, Any], steps: int) -> bool:
     return bool(one["after"]) and all(len(curve) == steps for curve in one["curves"].values())
 
 
-def placed(
-    tree: Mapping[str, Any], name: str, seed: int, steps: int, folder: Path, device: str
-) -> RunConfig:
-    """Return settings with a run's own name, seed and place."""
-    return from_mapping(merged(tree, own_settings(name, seed, steps, folder, device)))
-
-
-def own_settings(name: str, seed: int, steps: int, folder: Path, device: str) -> dict[str, Any]:
+def own_settings(name: str, seed: int, place: Place) -> dict[str, Any]:
     """Return the settings in which runs differ whatever their arm."""
     return {
-        "model": str(folder / "model"),
-        "output_dir": str(folder / f"{name.replace(' ', '-')}-{seed}"),
+        "model": str(place.folder / "model"),
+        "output_dir": str(place.folder / f"{name.replace(' ', '-')}-{seed}"),
         "seed": seed,
-        "device": device,
-        "train": {"max_steps": steps},
+        "device": place.device,
+        "train": {"max_steps": place.steps},
     }
 
 
@@ -216,11 +242,6 @@ def ending_by(until: float) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def made(name: str, seed: int, began: float, **found: Any) -> Found:
-    """Return what is stored of a run."""
-    return {"variant": name, "seed": seed, "seconds": round(time.monotonic() - began, 1), **found}
-
-
 def recorded(
     records: Sequence[Mapping[str, Any]], names: Sequence[str], families: tuple[str, ...] = ()
 ) -> dict[str, list[float | None]]:
@@ -245,10 +266,20 @@ def mean_of(one: Mapping[str, Any], name: str, count: int | None) -> float | Non
     return statistics.fmean(known) if known else None
 
 
-def mean_over(runs: Sequence[Mapping[str, Any]], name: str, count: int | None, form: str) -> str:
-    """Return the mean over runs of `mean_of`, in a format; `-` where no run has the curve."""
-    found = [value for one in runs if (value := mean_of(one, name, count)) is not None]
-    return format(statistics.fmean(found), form) if found else "-"
+def mean_over(name: str, count: int | None, form: str) -> Callable[[Runs], str]:
+    """Return the column of the mean over runs of `mean_of`, in a format; `-` where no run has the
+    curve."""
+
+    def column(runs: Runs) -> str:
+        found = [value for one in runs if (value := mean_of(one, name, count)) is not None]
+        return format(statistics.fmean(found), form) if found else "-"
+
+    return column
+
+
+def table(columns: Mapping[str, Callable[[Runs], str]], runs: Runs) -> list[tuple[str, ...]]:
+    """Return a line for each arm: its name, and what each column says of its runs."""
+    return [(arm, *(of(own) for of in columns.values())) for arm, own in by_arm(runs).items()]
 
 
 def spread(values: Sequence[float], form: str = ".3f") -> str:
@@ -259,7 +290,7 @@ def spread(values: Sequence[float], form: str = ".3f") -> str:
     return mean if low == high else f"{mean} ({low} to {high})"
 
 
-def by_arm(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+def by_arm(runs: Runs) -> dict[str, list[Mapping[str, Any]]]:
     """Return the runs of each arm, in the order of their first ones."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for one in runs:

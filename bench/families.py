@@ -34,16 +34,13 @@ from bench.harness import (
 )
 from bench.lengths import Lengths
 from bench.lengths import run as generate
-from bench.train import RATE, Job, batch
+from bench.train import Job, step_of
 from lowroll import Engine
 from lowroll.model import initialize
 from lowroll.model.experts import Experts
 from lowroll.model.families.table import FAMILIES
 from lowroll.model.spec import ModelSpec, spec_from_config
 from lowroll.model.transformer import Transformer
-from lowroll.objectives.objective import select
-from lowroll.trainer.optim import Optimizer, OptimSettings
-from lowroll.trainer.step import LearnSettings, learn
 
 MUST = 0.83
 DENSE, MIXTURE = "qwen3", "qwen3_moe"
@@ -111,12 +108,11 @@ def work_of(model: Transformer) -> dict[str, tuple[int, Callable[[], object]]]:
     engine = Engine(model, "fp32", device="cpu", cache_tokens=2 * PROMPTS * LENGTH)
     job = Job("", SIZES, False, PROMPTS, LEARNT, "cpu", torch.float32)
     learner = model.train().requires_grad_(True)
-    optimizer = Optimizer(learner.trainable_parameters(), OptimSettings(learning_rate=RATE))
-    settings = LearnSettings(select("grpo"), tokens_per_microbatch=PROMPTS * (LEARNT + 1))
+    step = step_of(job, learner, PROMPTS * (LEARNT + 1))
     return {
         "decode": (ROWS * STEPS, partial(generate, engine, decode)),
         "prefill": (PROMPTS * LENGTH, partial(generate, engine, prefill)),
-        "learn": (job.tokens, partial(learn, learner, batch(job), optimizer, settings)),
+        "learn": (job.tokens, step),
     }
 
 
@@ -127,9 +123,7 @@ def compared(family: str, reference: str, rounds: int) -> list[Row]:
     rows = []
     for part, (tokens, _) in works["family"].items():
         runs = {side: works[side][part][1] for side in models}
-        for run in runs.values():
-            run()
-        seconds = interleave(runs, rounds)
+        seconds = interleave(runs, rounds, warm=1)
         share = 1.0 if part == "decode" else CHOSEN / EXPERTS
         ours, peer = (
             [one / parameters_of_a_token(model, share) * 1e9 for one in seconds[side]]

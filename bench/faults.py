@@ -60,6 +60,9 @@ SETTINGS: dict[str, Any] = {
     "ckpt": {"interval": 10_000, "keep_last": 1},
 }
 LORA = {"lora": True, "lora_rank": 16, "learning_rate": 1e-4}
+BF16 = {"rollout": {"weights": "bf16"}}
+INT8 = {"rollout": {"weights": "int8"}}
+NVFP4_LORA = {"rollout": {"weights": "nvfp4"}, "train": LORA}
 TOP_P = 0.8
 COLD = 0.7
 SPOKEN = ("first batch", "guard", "update to version")  # where lines that count begin
@@ -91,23 +94,19 @@ def deaf(folder: Path) -> AbstractContextManager[object]:
     return patch.object(NativeEngine, "update_weights", ignore)
 
 
-def built(
-    change: Callable[[NativeEngine], object],
-) -> Callable[[Path], AbstractContextManager[object]]:
-    @contextmanager
-    def inject(folder: Path) -> Iterator[None]:
-        make = engines.make
+@contextmanager
+def built(change: Callable[[NativeEngine], object], folder: Path) -> Iterator[None]:
+    """Change every engine when it has been made."""
+    make = engines.make
 
-        def changed(*args: Any, **settings: Any) -> Engine:
-            engine = make(*args, **settings)
-            assert isinstance(engine, NativeEngine)
-            change(engine)
-            return engine
+    def changed(*args: Any, **settings: Any) -> Engine:
+        engine = make(*args, **settings)
+        assert isinstance(engine, NativeEngine)
+        change(engine)
+        return engine
 
-        with patch.object(engines, "make", changed):
-            yield
-
-    return inject
+    with patch.object(engines, "make", changed):
+        yield
 
 
 def rotate_at(theta: float, engine: NativeEngine) -> None:
@@ -124,29 +123,25 @@ def in_half(folder: Path) -> AbstractContextManager[object]:
     return patch.object(engines, "make", halved)
 
 
+@contextmanager
 def drawn(
-    change: Callable[[Request], Request], recorded_at: float | None
-) -> Callable[[Path], AbstractContextManager[object]]:
-    """Return the injection that changes all requests. recorded_at: the temperature of the log-probs
-    that are returned, of the whole distribution; None: those of the changed requests."""
+    change: Callable[[Request], Request], recorded_at: float | None, folder: Path
+) -> Iterator[None]:
+    """Change all requests. recorded_at: the temperature of the log-probs that are returned, of the
+    whole distribution; None: those of the changed requests."""
+    generate = RolloutEngine.generate
 
-    @contextmanager
-    def inject(folder: Path) -> Iterator[None]:
-        generate = RolloutEngine.generate
+    def changed(
+        rollouts: RolloutEngine, requests: list[Request], on_progress: Any = None
+    ) -> list[Group]:
+        groups = generate(rollouts, [change(request) for request in requests], on_progress)
+        return [
+            _recorded(rollouts.engine, group, request, recorded_at)
+            for group, request in zip(groups, requests, strict=True)
+        ]
 
-        def changed(
-            rollouts: RolloutEngine, requests: list[Request], on_progress: Any = None
-        ) -> list[Group]:
-            groups = generate(rollouts, [change(request) for request in requests], on_progress)
-            return [
-                _recorded(rollouts.engine, group, request, recorded_at)
-                for group, request in zip(groups, requests, strict=True)
-            ]
-
-        with patch.object(RolloutEngine, "generate", changed):
-            yield
-
-    return inject
+    with patch.object(RolloutEngine, "generate", changed):
+        yield
 
 
 def _recorded(engine: Engine, group: Group, request: Request, at: float | None) -> Group:
@@ -195,25 +190,14 @@ def other_template(folder: Path) -> Iterator[None]:
 
 FAULTS: dict[str, Fault] = {
     "none, float32": Fault("float32 rollouts, no fault", None),
-    "none, bf16": Fault(
-        "bfloat16 rollouts, no fault", None, change={"rollout": {"weights": "bf16"}}
-    ),
-    "none, int8": Fault("INT8 rollouts, no fault", None, change={"rollout": {"weights": "int8"}}),
-    "none, nvfp4 lora": Fault(
-        "NVFP4 rollouts, LoRA, no fault",
-        None,
-        change={"rollout": {"weights": "nvfp4"}, "train": LORA},
-    ),
+    "none, bf16": Fault("bfloat16 rollouts, no fault", None, change=BF16),
+    "none, int8": Fault("INT8 rollouts, no fault", None, change=INT8),
+    "none, nvfp4 lora": Fault("NVFP4 rollouts, LoRA, no fault", None, change=NVFP4_LORA),
     "none, top_p": Fault("top_p in the run's settings", None, change={"rollout": {"top_p": TOP_P}}),
     "stale weights": Fault(
         "new weights never reach the engine", "older weights", deaf, reported="TRL#5312"
     ),
-    "stale codes": Fault(
-        "new weights never reach an INT8 engine",
-        "older weights",
-        deaf,
-        {"rollout": {"weights": "int8"}},
-    ),
+    "stale codes": Fault("new weights never reach an INT8 engine", "older weights", deaf, INT8),
     "stale adapter": Fault(
         "a new adapter never reaches the engine",
         "older weights",
@@ -226,14 +210,14 @@ FAULTS: dict[str, Fault] = {
     "rotary base": Fault(
         "the engine has a rotary base of 1e4, the model 1e5",
         "rotary base is 10000",
-        built(partial(rotate_at, 1e4)),
+        partial(built, partial(rotate_at, 1e4)),
         reported="prime-rl#2802: KL of 0.03 from the first step on, found by hand; NeMo-RL#2981",
     ),
     "rotary base, int8": Fault(
         "the same of an INT8 engine",
         "rotary base is 10000",
-        built(partial(rotate_at, 1e4)),
-        {"rollout": {"weights": "int8"}},
+        partial(built, partial(rotate_at, 1e4)),
+        INT8,
     ),
     "half precision": Fault(
         "the engine computes in bfloat16, the learner in float32", "half precision", in_half
@@ -241,24 +225,24 @@ FAULTS: dict[str, Fault] = {
     "top_p, renormalized": Fault(
         f"a hidden top_p of {TOP_P}, log-probs of what it leaves",
         "were cut",
-        drawn(partial(replace, top_p=TOP_P), None),
+        partial(drawn, partial(replace, top_p=TOP_P), None),
         reported="NeMo-RL#3497, ART#140: defaults of generation_config.json, taken silently",
     ),
     "top_p, raw": Fault(
         f"a hidden top_p of {TOP_P}, log-probs of the whole distribution",
         "narrower",
-        drawn(partial(replace, top_p=TOP_P), 1.0),
+        partial(drawn, partial(replace, top_p=TOP_P), 1.0),
         reported="NeMo-RL#3497, ART#140",
     ),
     "temperature, raw": Fault(
         f"drawn at temperature {COLD}, log-probs at 1",
         "narrower",
-        drawn(partial(replace, temperature=COLD), 1.0),
+        partial(drawn, partial(replace, temperature=COLD), 1.0),
     ),
     "temperature, recorded": Fault(
         f"temperature {COLD} in the run's settings, log-probs at 1",
         "temperature 1",
-        drawn(lambda request: request, 1.0),
+        partial(drawn, lambda request: request, 1.0),
         {"rollout": {"temperature": COLD}},
         "vime#69: raw log-probs are those before the temperature",
     ),
@@ -327,8 +311,7 @@ def table(found: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of(__doc__, out=RESULTS, only=SomeOf(FAULTS), model="smollm2")
-    parser.add_argument("--change", default="{}", help="JSON of settings that differ")
+    parser = parser_of(__doc__, out=RESULTS, only=SomeOf(FAULTS), model="smollm2", change="{}")
     asked = parser.parse_args(arguments)
     found = []
     for name in asked.only:

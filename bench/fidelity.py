@@ -116,19 +116,31 @@ SPEED_TOKENS = {1: 16, 16: 8}  # decoded tokens of each row, by rows
 ROUNDS = 2
 CAP = 2.0  # of `loss.cap`
 SAMPLES = 4  # answers to each prompt of `CALIBRATION`
-COLUMNS = {  # name of a stored value: its unit
-    "bits": "bits a weight",
-    "bytes": "MB",
-    "weights": "nats a token",
-    "with activations": "nats a token",
-    "decode -> prefill": "nats a token",
-    "decode -> learner": "nats a token",
-    "mean |dlogp|": "nats",
-    "ESS": "",
-    "cut": "of the weight",
-    "decode -> base": "nats a token",
-    "ESS to base": "",
+
+
+@dataclass(frozen=True)
+class Column:
+    """A stored value: its unit, and its head and format in the table."""
+
+    unit: str
+    head: str
+    form: str
+
+
+COLUMNS = {
+    "bits": Column("bits a weight", "bits", ".3g"),
+    "bytes": Column("MB", "MB", ".0f"),
+    "weights": Column("nats a token", "KL: weights", ".1e"),
+    "with activations": Column("nats a token", "KL: with activations", ".1e"),
+    "decode -> prefill": Column("nats a token", "decode -> prefill", ".1e"),
+    "decode -> learner": Column("nats a token", "decode -> learner", ".1e"),
+    "mean |dlogp|": Column("nats", "mean abs dlogp", ".2g"),
+    "ESS": Column("", "ESS", ".3f"),
+    "cut": Column("of the weight", "cut", ".1%"),
+    "decode -> base": Column("nats a token", "decode -> shared base (LoRA)", ".1e"),
+    "ESS to base": Column("", "ESS", ".3f"),
 }
+HEAD = ("format", *(column.head for column in COLUMNS.values()), "speed, 1 / 16 rows")
 # what issue 31 asks of formats on SmolLM2: KL with activations, at most
 MUST = {
     "int8_rotated": (7e-3, 3e-3),
@@ -211,21 +223,14 @@ TEXTS = (
 # -- what is measured on ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Work:
-    """Texts as ids, for whole distributions, and prompts as ids, to draw from."""
-
-    texts: list[list[int]]
-    prompts: list[list[int]]
-
-
-def work(chat: ChatTokenizer) -> Work:
+def work(chat: ChatTokenizer) -> tuple[list[list[int]], list[list[int]]]:
+    """Return texts as ids, for whole distributions, and prompts as ids, to draw from."""
     prompts = [chat.encode_chat([{"role": "user", "content": question}]) for question, _ in TEXTS]
     texts = [
         (prompt + chat.encode_response(answer))[:LONGEST]
         for prompt, (_, answer) in zip(prompts, TEXTS, strict=True)
     ]
-    return Work(texts, prompts)
+    return texts, prompts
 
 
 # -- distances -------------------------------------------------------------------------------------
@@ -257,16 +262,15 @@ def divergence(truth: list[Tensor], model: Transformer, texts: list[list[int]]) 
     return total / sum(map(len, texts))
 
 
-def compare(
-    points: Mapping[str, Tensor], start: str, stop: str, drawn: DrawnSequences
-) -> dict[str, float]:
+def compare(points: Mapping[str, Tensor], stop: str, drawn: DrawnSequences) -> dict[str, float]:
+    """Return the distances of what was recorded when it was drawn to another point."""
     found = mismatch(
         learner=points[stop],
-        behavior=points[start],
+        behavior=points["decode"],
         mask=torch.ones_like(drawn.segments),
         segments=drawn.segments,
     )
-    weight = (points[stop] - points[start]).double().exp()
+    weight = (points[stop] - points["decode"]).double().exp()
     cut = float((weight - CAP).clamp(min=0).sum() / weight.sum())
     return {name.removeprefix("mismatch/"): value for name, value in found.items()} | {"cut": cut}
 
@@ -281,7 +285,8 @@ class Bench:
 
     folder: Path
     device: torch.device
-    work: Work
+    texts: list[list[int]]
+    prompts: list[list[int]]
     truth: Transformer
     log_probs: list[Tensor]
     reference: NativeEngine
@@ -303,7 +308,7 @@ class Bench:
         ]
 
     def engine(self, model: Transformer, format: str) -> NativeEngine:
-        longest = max(map(len, self.work.prompts)) + self.tokens // len(self.work.prompts) + 32
+        longest = max(map(len, self.prompts)) + self.tokens // len(self.prompts) + 32
         return NativeEngine(
             model, format, device=self.device, cache_tokens=16 * longest, max_batch=16
         )
@@ -319,7 +324,7 @@ def measure(bench: Bench, way: Way) -> tuple[dict[str, float], dict[int, list[fl
     values = {
         "bits": 8 * bytes / sum(matrix.shape[0] * matrix.shape[1] for matrix in matrices),
         "bytes": bytes / 1e6,
-        "weights": divergence(bench.log_probs, model, bench.work.texts),
+        "weights": divergence(bench.log_probs, model, bench.texts),
     }
     with closing(bench.engine(model, format)) as engine:
         speed = {rows: ratios(bench, engine, rows) for rows in SPEED_TOKENS}
@@ -329,10 +334,8 @@ def measure(bench: Bench, way: Way) -> tuple[dict[str, float], dict[int, list[fl
     points = drawn.points | learner_points(model, format, drawn, 1.0)
     points["base"] = points.pop("dense")
     points["dense"] = torch.cat(score(bench.truth, drawn.sequences, drawn.prompt_lens)).cpu()
-    values["with activations"] = divergence(bench.log_probs, model, bench.work.texts)
-    decode, learner, base = (
-        compare(points, "decode", stop, drawn) for stop in ("prefill", "dense", "base")
-    )
+    values["with activations"] = divergence(bench.log_probs, model, bench.texts)
+    decode, learner, base = (compare(points, stop, drawn) for stop in ("prefill", "dense", "base"))
     return values | {
         "decode -> prefill": decode["kl_k3"],
         "decode -> learner": learner["kl_k3"],
@@ -351,16 +354,14 @@ def load(folder: Path, device: torch.device) -> Transformer:
 
 def requests(bench: Bench) -> list[Request]:
     """Return one sample a prompt, together at most as many tokens as there are to be drawn."""
-    most = bench.tokens // len(bench.work.prompts)
-    return [
-        Request(ids, max_tokens=most, seed=7, id=str(i)) for i, ids in enumerate(bench.work.prompts)
-    ]
+    most = bench.tokens // len(bench.prompts)
+    return [Request(ids, max_tokens=most, seed=7, id=str(i)) for i, ids in enumerate(bench.prompts)]
 
 
 def ratios(bench: Bench, engine: NativeEngine, rows: int) -> list[float]:
     """Return the decode speed over the reference's in each round, in turns; prompts are counted
     in."""
-    work = [Request(bench.work.prompts[0], n=rows, max_tokens=SPEED_TOKENS[rows], ignore_eos=True)]
+    work = [Request(bench.prompts[0], n=rows, max_tokens=SPEED_TOKENS[rows], ignore_eos=True)]
     sides = {
         "other": partial(bench.reference.generate, work),
         "ours": partial(engine.generate, work),
@@ -380,15 +381,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = resolve(args.model)
     truth = load(folder, args.device)
     chat = ChatTokenizer(load_tokenizer(folder))
-    given = work(chat)
+    texts, prompts = work(chat)
     reference = NativeEngine(truth, dense_format(args.device), cache_tokens=4096, max_batch=16)
-    wanted = list(log_probs(truth, hidden_states(truth, given.texts)))
-    bench = Bench(folder, args.device, given, truth, wanted, reference, args.tokens, chat)
+    wanted = list(log_probs(truth, hidden_states(truth, texts)))
+    bench = Bench(folder, args.device, texts, prompts, truth, wanted, reference, args.tokens, chat)
     results = Results(
         "fidelity" if args.device.type == "cpu" else "fidelity-gpu",
         args.out,
         tokens=args.tokens,
-        texts=sum(map(len, given.texts)),
+        texts=sum(map(len, texts)),
         reference=dense_format(args.device),
     )
     for name in args.formats:
@@ -411,8 +412,8 @@ def rows_of(
     model: str, way: str, values: Mapping[str, float], speed: Mapping[int, list[float]]
 ) -> list[Row]:
     found = {
-        column: Row(f"{model} {way}: {column}", unit, values[column])
-        for column, unit in COLUMNS.items()
+        name: Row(f"{model} {way}: {name}", column.unit, values[name])
+        for name, column in COLUMNS.items()
     }
     must, aim = MUST.get(way, (None, None)) if model == "smollm2" else (None, None)
     bound = replace(found["with activations"], must=must, aim=aim, goal="ours at most")
@@ -429,23 +430,6 @@ def rows_of(
     ]
 
 
-HEAD = (
-    "format",
-    "bits",
-    "MB",
-    "KL: weights",
-    "KL: with activations",
-    "decode -> prefill",
-    "decode -> learner",
-    "mean abs dlogp",
-    "ESS",
-    "cut",
-    "decode -> shared base (LoRA)",
-    "ESS",
-    "speed, 1 / 16 rows",
-)
-
-
 def read_table(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return the stored rows as lines of `HEAD`, a way a line, in the order of `WAYS`."""
     found: dict[str, dict[str, float]] = {}
@@ -459,20 +443,8 @@ def read_table(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def line(name: str, values: Mapping[str, float]) -> tuple[str, ...]:
-    nats = ("weights", "with activations", "decode -> prefill", "decode -> learner")
     speed = " / ".join(f"{values[f'speed, {rows} rows']:.2f}x" for rows in SPEED_TOKENS)
-    return (
-        name,
-        f"{values['bits']:.3g}",
-        f"{values['bytes']:.0f}",
-        *(f"{values[column]:.1e}" for column in nats),
-        f"{values['mean |dlogp|']:.2g}",
-        f"{values['ESS']:.3f}",
-        f"{values['cut']:.1%}",
-        f"{values['decode -> base']:.1e}",
-        f"{values['ESS to base']:.3f}",
-        speed,
-    )
+    return (name, *(format(values[key], one.form) for key, one in COLUMNS.items()), speed)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:

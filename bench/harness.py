@@ -86,16 +86,18 @@ class Row:
 
 
 def interleave(
-    contestants: Mapping[str, Callable[[], object]], rounds: int
+    contestants: Mapping[str, Callable[[], object]], rounds: int, warm: int = 0
 ) -> dict[str, list[float]]:
-    """Run contestants, which are warm, in turns; return the seconds of each in every round."""
+    """Run contestants in turns; return the seconds of each in every round after the `warm` first."""
 
     def seconds(run: Callable[[], object]) -> float:
         began = time.perf_counter()
         run()
         return time.perf_counter() - began
 
-    return in_turns({name: partial(seconds, run) for name, run in contestants.items()}, rounds)
+    return in_turns(
+        {name: partial(seconds, run) for name, run in contestants.items()}, rounds, warm
+    )
 
 
 def in_turns(
@@ -132,6 +134,26 @@ def speed_row(
 def less_row(name: str, unit: str, ours: float, peer: float | None, **about: Any) -> Row:
     """Return a row of which less is better."""
     return Row(name, unit, ours, peer, None if peer is None else peer / ours, **about)
+
+
+def clock_rows(
+    title: str,
+    tokens: int,
+    turns: Mapping[str, Sequence[Mapping[str, float]]],
+    note: str = "",
+    **bounds: float | None,
+) -> list[Row]:
+    """Return the rows of what `bench.worker.timed` said of ours and of the peer, where there is one:
+    by the clock, which has bounds, and by the processor."""
+    rows = []
+    for what, unit, key, own in (
+        ("clock", "tokens/s", "seconds", bounds),
+        ("processor", "tokens/s of a core", "cpu", {}),
+    ):
+        ours, peer = ([turn[key] for turn in turns.get(side, ())] for side in ("ours", "peer"))
+        row = speed_row(f"{title}: {what}", tokens, unit, ours, peer or None, **own)
+        rows.append(replace(row, note=note))
+    return rows
 
 
 # -- clocks and processes --------------------------------------------------------------------------
@@ -195,7 +217,7 @@ class OneOf:
     """An option that takes one of some words."""
 
     choices: Iterable[str]
-    default: str
+    default: str | None = None
 
 
 @dataclass(frozen=True)
@@ -206,28 +228,21 @@ class SomeOf:
     default: Sequence[str] | None = None
 
 
-class _Words(argparse.Action):
-    """Stores words that stand apart or have commas between them."""
+class _Joined(argparse.Action):
+    """Stores the words of all values as one list."""
 
-    def __init__(self, *, known: Sequence[str], **options: Any) -> None:
-        super().__init__(nargs="*", metavar="NAME", **options)
-        self.known = known
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
+        setattr(namespace, self.dest, [word for words in values for word in words])
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        words: list[str] = []
-        for value in values:
-            words += [value] if value in self.known else value.split(",")
-        for word in words:
-            if word not in self.known:
-                known = ", ".join(self.known)
-                parser.error(f"{option_string}: unknown {word!r}; expected some of {known}")
-        setattr(namespace, self.dest, words)
+
+def _some_of(known: Sequence[str], text: str) -> list[str]:
+    """Return a word, or several with commas between them."""
+    words = [text] if text in known else text.split(",")
+    for word in words:
+        if word not in known:
+            expected = f"expected some of {', '.join(known)}"
+            raise argparse.ArgumentTypeError(f"unknown {word!r}; {expected}")
+    return words
 
 
 def parser_of(
@@ -236,14 +251,15 @@ def parser_of(
     """Return a parser with --out and an option for each default.
 
     An option has the type of its default: False is a switch, a list is numbers with commas between
-    them; None is a text. about: the docstring of the command, whose beginning is shown.
+    them, a type an option of that type that may be left out. about: the docstring of the command,
+    whose beginning is shown.
     """
     parser = argparse.ArgumentParser(description=(about or "").partition("\n\n")[0])
     parser.add_argument("--out", type=Path, default=out)
     for name, default in defaults.items():
         options: dict[str, Any] = {"type": type(default), "default": default}
-        if default is None:
-            options = {}
+        if isinstance(default, type):
+            options = {"type": default}
         elif default is False:
             options = {"action": "store_true"}
         elif isinstance(default, list):
@@ -253,7 +269,8 @@ def parser_of(
         elif isinstance(default, SomeOf):
             known = list(default.choices)
             chosen = known if default.default is None else list(default.default)
-            options = {"action": _Words, "known": known, "default": chosen}
+            options = {"nargs": "*", "action": _Joined, "metavar": "NAME", "default": chosen}
+            options["type"] = partial(_some_of, known)
         parser.add_argument(f"--{name.replace('_', '-')}", **options)
     return parser
 

@@ -38,11 +38,13 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bench import targets
 from bench.decode import SLACK, dense_bytes
 from bench.harness import (
     OneOf,
@@ -55,25 +57,10 @@ from bench.harness import (
     say,
     settle,
 )
-from bench.peer import (
-    Peer,
-    PeerFailed,
-    add_options,
-    share_of_gpu,
-    vllm_command,
-    vllm_environment,
-)
+from bench.peer import Peer, PeerFailed, share_of_gpu, start_vllm
 from bench.placed import Compacting, Placed
 from bench.roofline import bandwidth, kv_bytes_per_token, weight_bytes
 from bench.shapes import SHAPES, random_model
-from bench.targets import (
-    case,
-    compacting,
-    fullest,
-    over_dense,
-    over_vllm,
-    thousands,
-)
 from lowroll import Engine
 from lowroll.kv.policy.base import CachePolicy, footprint, num_slots
 from lowroll.kv.policy.bounded import Bounded
@@ -226,7 +213,7 @@ class Bench:
             for batch in self.grown_batches(name, context, tokens):
                 measured = self.at(placed, [context] * batch, self.grown_tokens, GROWN_STEPS)
                 self.equal[name, context, batch] = measured
-                here = case(self.name, self.format, name, batch, context)
+                here = targets.case(self.name, self.format, name, batch, context)
                 roof = self.roof(here, measured, memory)
                 self.store([*self.beside_dense(name, context, measured), roof])
         for context in args.contexts if "largest" in args.parts else ():
@@ -287,14 +274,14 @@ class Bench:
         self, name: str, placed: Placed, kv: Bounded, batch: int, memory: Memory
     ) -> list[Row]:
         measured = self.at(placed, spread(kv, batch), self.cycled(kv), kv.buffer, is_costed=True)
-        here, costs = case(self.name, self.format, name, batch), measured.compacting
+        here, costs = targets.case(self.name, self.format, name, batch), measured.compacting
         assert costs is not None
         note = f"{costs.samples} samples in {costs.calls} turns"
         rows = [
             Row(f"{here}: decode step", "ms", measured.ms),
             self.roof(here, measured, memory),
             Row(f"{here}: compaction, a sample", "ms", costs.ms, note=note),
-            Row(compacting(self.name, self.format, name, batch), "fraction", costs.share),
+            Row(targets.compacting(self.name, self.format, name, batch), "fraction", costs.share),
         ]
         for context in self.args.contexts:
             self.equal[name, context, batch] = measured
@@ -307,10 +294,10 @@ class Bench:
         context, rows = self.args.contexts[len(self.args.contexts) // 2], []
         for where, length in (
             ("in step", kv.budget),
-            (f"in step at {thousands(context)}", context),
+            (f"in step at {targets.thousands(context)}", context),
         ):
             measured = self.at(placed, [length] * batch, self.cycled(kv), kv.buffer)
-            here = case(self.name, self.format, name, batch)
+            here = targets.case(self.name, self.format, name, batch)
             rows.append(Row(f"{here} {where}: decode step", "ms", measured.ms))
         return rows
 
@@ -347,18 +334,19 @@ class Bench:
         """Return the row over the dense cache at the same batch; nothing where that holds fewer
         rows."""
         if name == DENSE_CACHE:
-            here = case(self.name, self.format, name, measured.batch, context)
+            here = targets.case(self.name, self.format, name, measured.batch, context)
             return [Row(f"{here}: decode step", "ms", measured.ms)]
         dense = self.equal.get((DENSE_CACHE, context, measured.batch))
         if dense is None:
             return []
         ratio, extent = measured.over(dense)
-        here = over_dense(self.name, self.format, name, measured.batch, context)
+        here = targets.over_dense(self.name, self.format, name, measured.batch, context)
         return [Row(here, "ms", measured.ms, dense.ms, ratio, extent)]
 
     def largest(self, name: str, context: int, measured: Measured) -> list[Row]:
         dense = None if name == DENSE_CACHE else self.dense_largest.get(context)
-        here, note = fullest(self.name, self.format, name, context), f"{measured.batch} rows"
+        here = targets.fullest(self.name, self.format, name, context)
+        note = f"{measured.batch} rows"
         if dense is None:
             return [Row(here, "tokens/s", measured.tokens_per_s, note=note)]
         times = measured.batch / dense.batch
@@ -437,15 +425,18 @@ def beside_vllm(
     if not points:
         return
     vocab_size = SHAPES[args.model]["vocab_size"]
-    command = vllm_command(args.vllm_python)
-    environment = vllm_environment(args.vllm_path)
     try:
-        with Peer(peer_settings(args.model, format, points), command, environment) as peer:
+        with start_vllm(peer_settings(args.model, format, points)) as peer:
             say(f"vLLM {peer.ready['vllm']} is ready after {peer.ready['seconds']:.0f} s")
             for context, batch in points:
                 theirs = peer_ms(peer, context, batch, vocab_size, args.rounds)
                 say(f"vLLM, B={batch} at {context}: {theirs:.2f} ms a step")
-                rows = peer_rows(args.model, format, ours, context, batch, theirs)
+                names = partial(targets.over_vllm, args.model, format, batch=batch, context=context)
+                rows = [
+                    less_row(names(name), "ms", measured.ms, theirs)
+                    for (name, *point), measured in ours.items()
+                    if point == [context, batch]
+                ]
                 store(rows, vllm=peer.ready["vllm"])
     except PeerFailed as error:
         note = f"vLLM: not run ({error})"
@@ -461,21 +452,6 @@ def peer_ms(peer: Peer, context: int, batch: int, vocab_size: int, rounds: int) 
     first = [peer.generate(prompts, 1, 1) for _ in range(rounds)]
     whole = [peer.generate(prompts, 1, PEER_TOKENS) for _ in range(rounds)]
     return (statistics.median(whole) - statistics.median(first)) / (PEER_TOKENS - 1) * 1e3
-
-
-def peer_rows(
-    model: str,
-    format: str,
-    ours: Equal,
-    context: int,
-    batch: int,
-    theirs: float,
-) -> list[Row]:
-    return [
-        less_row(over_vllm(model, format, name, batch, context), "ms", measured.ms, theirs)
-        for (name, *point), measured in ours.items()
-        if point == [context, batch]
-    ]
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -507,9 +483,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         batches=[64, 256],
         rounds=2,
         parts=SomeOf(PARTS),
+        peer=OneOf(("vllm", "none"), "none"),
         device="auto",
     )
-    add_options(parser, "none")
     args = parser.parse_args(argv)
     args.device, args.out = settle(parser, args.device, args.out)
     return args

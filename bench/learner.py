@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,10 +26,10 @@ from typing import Any
 
 import torch
 
-from bench.harness import BASELINES, Row, finish, in_turns, parser_of, say, speed_row
+from bench.harness import BASELINES, Row, clock_rows, finish, in_turns, parser_of, say
 from bench.peer import Peer
 from bench.samples import batch_of, random_ids
-from bench.worker import channel, orders, resident
+from bench.worker import Answer, resident, serve, timed
 from lowroll.model import lora
 
 BOUND = 4.0  # GB that the run may take
@@ -131,17 +130,11 @@ def peer(args: argparse.Namespace) -> tuple[Step, str]:
 SIDES = {"ours": ours, "peer": peer}
 
 
-def serve() -> None:
-    settings, answer = channel()
+def worker_of(settings: dict[str, Any]) -> tuple[dict[str, str], Answer]:
     args = argparse.Namespace(**settings)
     torch.set_num_threads(args.threads)
     step, told = SIDES[args.side](args)
-    answer({"told": told})
-    for _ in orders():
-        began, spent = time.perf_counter(), time.process_time()
-        step()
-        seconds, cpu = time.perf_counter() - began, time.process_time() - spent
-        answer({"seconds": seconds, "cpu": cpu, "peak": resident("VmHWM")})
+    return {"told": told}, lambda order: {**timed(step), "peak": resident("VmHWM")}
 
 
 class Side(Peer):
@@ -184,26 +177,17 @@ def measure(args: argparse.Namespace) -> list[Row]:
         f"peer within {args.bound:g} GB"
     )
     peaks = {name: max(one["peak"] for one in steps) / 1e9 for name, steps in taken.items()}
-    clock, spent = (
-        {name: [one[key] for one in steps] for name, steps in taken.items()}
-        for key in ("seconds", "cpu")
+    memory = Row(
+        f"{title}: peak resident memory",
+        "GB",
+        peaks["ours"],
+        peaks["peer"],
+        peaks["peer"] / peaks["ours"],
+        must=BOUND,
+        goal="ours at most",
+        note=note,
     )
-    return [
-        Row(
-            f"{title}: peak resident memory",
-            "GB",
-            peaks["ours"],
-            peaks["peer"],
-            peaks["peer"] / peaks["ours"],
-            must=BOUND,
-            goal="ours at most",
-            note=note,
-        ),
-        speed_row(f"{title}: clock", tokens, "tokens/s", clock["ours"], clock["peer"], MUST),
-        speed_row(
-            f"{title}: processor", tokens, "tokens/s of a core", spent["ours"], spent["peer"]
-        ),
-    ]
+    return [memory, *clock_rows(title, tokens, taken, must=MUST)]
 
 
 def main() -> int:
@@ -218,6 +202,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["serve"]:
-        serve()
+        serve(worker_of)
     else:
         raise SystemExit(main())

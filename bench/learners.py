@@ -24,14 +24,12 @@ fp8 engines what an update has changed in them. Of an adapter no engine is asked
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -40,23 +38,23 @@ from typing import Any
 import torch
 
 from bench.harness import Results, Row, SomeOf, parser_of, say, settle
+from bench.peer import Peer, PeerFailed
 from bench.reader import WAIT_S, reader
 from bench.shapes import SHAPES, TINY
-from bench.train import RATE, Job, batch, learner, peer_model, timed
+from bench.train import RATE, Job, learner, peer_model, step_of, timed
+from bench.worker import Answer, serve
 from lowroll.model import hf
 from lowroll.model.transformer import Transformer
-from lowroll.objectives.objective import select
 from lowroll.parallel.ranks import ALONE, RankGroup, Ranks
 from lowroll.parallel.sharding import Sharded
 from lowroll.runs.roles.local import reserve_port
 from lowroll.trainer import recompute
-from lowroll.trainer.optim import Optimizer, OptimSettings
-from lowroll.trainer.step import LearnSettings, learn
 from lowroll.weights.sync.changes import Shadow
 from lowroll.weights.sync.folder import FolderPublisher
 
 ROWS, LENGTH, MICRO = 32, 2048, 16384
 DEADLINE_S = 1500.0  # of a side
+RANK = "rank"  # the word that starts one
 SMALL: dict[str, Any] = {"rows": 8, "length": 32, "dtype": torch.float32}
 JOBS = {
     "qwen2.5-1.5b-full": Job("qwen2.5-1.5b", SHAPES["qwen2.5-1.5b"], False, ROWS, LENGTH),
@@ -102,13 +100,7 @@ def ours(job: Job, rank: int, size: int, port: int, steps: int) -> Found:
         device = f"cuda:{rank}" if job.device == "cuda" else "cpu"
         model = learner(replace(job, device=device))
         ranks.shard(recompute.apply(model, job.checkpointing))
-        optim = OptimSettings(learning_rate=RATE)
-        optimizer = Optimizer(model.trainable_parameters(), optim, ranks=ranks)
-        settings = LearnSettings(
-            select("grpo"), tokens_per_microbatch=micro(job), logprob_chunk=job.logprob_chunk
-        )
-        work = batch(job)
-        step = lambda: learn(model, work, optimizer, settings)  # noqa: E731
+        step = step_of(job, model, micro(job), ranks)
         found = {"seconds": timed(step, steps, job.device == "cuda"), "bytes": peak(job)}
         whole = ranks.mirror(model, device if job.fp8 else "cpu")
         published = {
@@ -244,60 +236,55 @@ def peak(job: Job) -> int:
 # -- a side ----------------------------------------------------------------------------------------
 
 
-def beside(name: str, size: int, args: argparse.Namespace, scratch: Path) -> dict[str, Found]:
+def beside(name: str, size: int, args: argparse.Namespace) -> dict[str, Found]:
     """Run both sides on so many ranks, at once where each has GPUs of its own; return what they
     found."""
     sides = ("ours",) if args.no_peer or JOBS[name].fp8 else ("ours", "peer")
     apart = not args.cpu and torch.cuda.device_count() >= size * len(sides)
     with ThreadPoolExecutor(len(sides) if apart else 1) as running:
         found = {
-            which: running.submit(side, name, which, size, i * size * apart, args, scratch)
+            which: running.submit(side, name, which, size, i * size * apart, args)
             for i, which in enumerate(sides)
         }
         return {which: future.result() for which, future in found.items()}
 
 
-def side(
-    name: str, which: str, size: int, first: int, args: argparse.Namespace, scratch: Path
-) -> Found:
-    """Run a side on the GPUs from `first` on; return what its rank 0 found, or {"failed": the last
-    line of the rank that ended first}."""
-    meeting = reserve_port("127.0.0.1")  # nobody else gets the port before rank 0 listens there
-    port = meeting.getsockname()[1]
-    where = scratch / f"{name}-{which}-{size}"
-    words = [sys.executable, "-m", "bench.learners", "--jobs", name, "--side", which]
-    words += ["--steps", str(args.steps), "--port", str(port), "--found", str(where)]
-    words += ["--cpu"] if args.cpu else []
+def side(name: str, which: str, size: int, first: int, args: argparse.Namespace) -> Found:
+    """Run a side on the GPUs from `first` on; return what its rank 0 found, or {"failed": what the
+    rank that ended first said}."""
+    settings = {"job": name, "side": which, "size": size, "steps": args.steps, "cpu": args.cpu}
     gpus = ",".join(str(first + rank) for rank in range(size))
-    env = os.environ | ({"OMP_NUM_THREADS": "1"} if args.cpu else {"CUDA_VISIBLE_DEVICES": gpus})
-    logs = [where.with_suffix(f".{rank}.log") for rank in range(size)]
-    started = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as out:
-            place = ["--rank", str(rank), "--ranks", str(size)]
-            started.append(subprocess.Popen([*words, *place], env=env, stdout=out, stderr=out))
-    try:
-        return awaited(started, logs, where)
-    finally:
-        meeting.close()
-        for process in started:
-            process.kill()
-            process.wait(30)
+    env = {"OMP_NUM_THREADS": "1"} if args.cpu else {"CUDA_VISIBLE_DEVICES": gpus}
+    command = [sys.executable, "-m", "bench.learners", RANK]
+    # nobody else gets the port before rank 0 listens there; ranks end before they are waited for
+    with (
+        reserve_port("127.0.0.1") as meeting,
+        ThreadPoolExecutor(size) as waiting,
+        ExitStack() as stack,
+    ):
+        settings["port"] = meeting.getsockname()[1]
+        try:
+            ranks = [
+                stack.enter_context(Peer(settings | {"rank": rank}, command, env))
+                for rank in range(size)
+            ]
+            found = [
+                waiting.submit(rank.ask, {}, f"what rank {number} found", DEADLINE_S)
+                for number, rank in enumerate(ranks)
+            ]
+            for ended in as_completed(found):
+                ended.result()
+            return found[0].result()
+        except PeerFailed as error:
+            return {"failed": str(error)}
 
 
-def awaited(started: list[subprocess.Popen[bytes]], logs: list[Path], where: Path) -> Found:
-    end = time.monotonic() + DEADLINE_S
-    while time.monotonic() < end:
-        codes = [process.poll() for process in started]
-        if all(code == 0 for code in codes):
-            found: Found = json.loads(where.read_text())
-            return found
-        lost = next((i for i, code in enumerate(codes) if code), None)
-        if lost is not None:
-            lines = logs[lost].read_text(errors="replace").strip().splitlines() or ["no word"]
-            return {"failed": f"rank {lost}: {lines[-1][:200]}"}
-        time.sleep(0.2)
-    return {"failed": f"not over in {DEADLINE_S:g} s"}
+def rank_of(settings: dict[str, Any]) -> tuple[Found, Answer]:
+    if settings["cpu"]:
+        torch.set_num_threads(1)
+    job = replace(JOBS[settings["job"]], device="cpu" if settings["cpu"] else "cuda")
+    given = [settings[name] for name in ("rank", "size", "port", "steps")]
+    return {"ready": True}, lambda order: SIDES[settings["side"]](job, *given)
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -359,29 +346,22 @@ def main() -> int:
     parser = parser_of(
         __doc__, jobs=SomeOf(JOBS, MEASURED), ranks=[1, 2], steps=4, cpu=False, no_peer=False
     )
-    for hidden, kind in (("side", str), ("rank", int), ("port", int), ("found", Path)):
-        parser.add_argument(f"--{hidden}", type=kind, help=argparse.SUPPRESS)
     args = parser.parse_args()
     jobs = {name: replace(JOBS[name], device="cpu" if args.cpu else "cuda") for name in args.jobs}
-    if args.side:
-        torch.set_num_threads(1 if args.cpu else torch.get_num_threads())
-        ((job,), (size,)) = jobs.values(), args.ranks
-        found = SIDES[args.side](job, args.rank, size, args.port, args.steps)
-        if args.rank == 0:
-            args.found.write_text(json.dumps(found))
-        return 0
     _, args.out = settle(parser, "cpu" if args.cpu else "cuda", args.out)
     if not args.cpu and torch.cuda.device_count() < max(args.ranks):
         parser.error(f"--ranks: {max(args.ranks)} GPUs are asked for, and there are fewer")
     results = Results("learners", args.out, steps=args.steps, length=LENGTH)
-    with tempfile.TemporaryDirectory() as scratch:
-        for name, job in jobs.items():
-            by_size = {size: beside(name, size, args, Path(scratch)) for size in args.ranks}
-            say(f"{name}: {by_size}")
-            mine, theirs = ({n: by.get(which, {}) for n, by in by_size.items()} for which in SIDES)
-            results.add(rows_of(job, mine, theirs))
+    for name, job in jobs.items():
+        by_size = {size: beside(name, size, args) for size in args.ranks}
+        say(f"{name}: {by_size}")
+        mine, theirs = ({n: by.get(which, {}) for n, by in by_size.items()} for which in SIDES)
+        results.add(rows_of(job, mine, theirs))
     return results.finish("Learner ranks")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    if sys.argv[1:] == [RANK]:
+        serve(rank_of)
+    else:
+        raise SystemExit(main())

@@ -18,19 +18,18 @@ file whose linear layers are in 4 bits; --model its folder for ours, where one h
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.harness import BASELINES, Row, SomeOf, finish, in_turns, parser_of, released, speed_row
+from bench.harness import BASELINES, Row, SomeOf, clock_rows, finish, in_turns, parser_of, released
 from bench.peer import Peer, PeerFailed
 from bench.samples import random_ids
+from bench.worker import timed
 from lowroll import Engine, Request
 
 # each format of ours, and whether the peer runs Q8_0 instead of the file's own bits
@@ -55,10 +54,12 @@ def decode(engine: Engine, prompts: list[list[int]], new_tokens: int) -> Turn:
     for ids in prompts:
         engine.add(Request(ids, max_tokens=new_tokens, temperature=0, ignore_eos=True))
     finished = engine.step()  # all prompts, and the first token of each
-    began, spent = time.perf_counter(), time.process_time()
-    while len(finished) < len(prompts):
-        finished += engine.step()
-    turn = {"seconds": time.perf_counter() - began, "cpu": time.process_time() - spent}
+
+    def draw() -> None:
+        while len(finished) < len(prompts):
+            finished.extend(engine.step())
+
+    turn = timed(draw)
     drawn = {len(rollout.logprobs) for _, group in finished for rollout in group.rollouts}
     assert drawn == {new_tokens}, f"the engine drew {drawn} tokens instead of {new_tokens}"
     return turn
@@ -102,28 +103,7 @@ def compare(args: Any, format: str, rows: int) -> list[Row]:
             turns = rounds({"ours": sides["ours"]})
     bits = "Q8_0" if FORMATS[format] else "the file's own"
     title = f"{Path(args.gguf).stem} {format} over llama.cpp ({bits}), {rows} rows"
-    tokens = rows * (args.new - 1)
-    return [
-        _row(f"{title}: {what}", tokens, unit, key, turns, AIMS.get(rows) if aimed else None, note)
-        for what, unit, key, aimed in (
-            ("clock", "tokens/s", "seconds", True),
-            ("processor", "tokens/s of a core", "cpu", False),
-        )
-    ]
-
-
-def _row(
-    name: str,
-    tokens: int,
-    unit: str,
-    key: str,
-    turns: Mapping[str, list[Turn]],
-    aim: float | None,
-    note: str,
-) -> Row:
-    ours, theirs = ([turn[key] for turn in turns.get(side, ())] for side in ("ours", "peer"))
-    found = speed_row(name, tokens, unit, ours, theirs or None, aim=aim)
-    return replace(found, note=note)
+    return clock_rows(title, rows * (args.new - 1), turns, note, aim=AIMS.get(rows))
 
 
 def main() -> int:
@@ -136,7 +116,7 @@ def main() -> int:
         new=128,
         rounds=9,
         threads=2,
-        model=None,
+        model=str,
     )
     parser.add_argument("--gguf", type=Path, required=True, help="the file that llama.cpp reads")
     args = parser.parse_args()

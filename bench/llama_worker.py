@@ -6,11 +6,10 @@ It runs in an environment of llama-cpp-python's own, and needs no lowroll.
 from __future__ import annotations
 
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from bench.worker import channel, orders
+from bench.worker import channel, orders, timed
 
 CELLS = 64  # of the cache, beyond what a row needs
 
@@ -60,12 +59,15 @@ class Decoder:
             for position, token in enumerate(ids)
         ]
         last = self._step(tokens)
-        began, spent = time.perf_counter(), time.process_time()
-        for step in range(new_tokens - 1):
-            last = self._step(
-                [(last[row], len(ids) + step, row, True) for row, ids in enumerate(prompts)]
-            )
-        return {"seconds": time.perf_counter() - began, "cpu": time.process_time() - spent}
+
+        def draw() -> None:
+            nonlocal last
+            for step in range(new_tokens - 1):
+                last = self._step(
+                    [(last[row], len(ids) + step, row, True) for row, ids in enumerate(prompts)]
+                )
+
+        return timed(draw)
 
     def _step(self, tokens: list[tuple[int, int, int, bool]]) -> list[int]:
         """Run tokens (id, position, row, whether the next one is drawn); return those drawn."""

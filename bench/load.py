@@ -7,11 +7,11 @@ Each order
 
 is a call of /v1/completions for every prompt, `concurrency` at a time, answered by
 
-    {"began": ..., "seconds": ..., "tokens": ..., "errors": 0, "error": "",
+    {"seconds": ..., "tokens": ..., "errors": 0, "error": "",
      "gaps": [[seconds, end], ...]}
 
-began: when the first was sent, by the machine's clock (`time.perf_counter`); gaps: of each stream the
-longest between two reads, with the time of its end.
+gaps: of each stream the longest between two reads, with the time of its end by the machine's clock
+(`time.perf_counter`).
 """
 
 from __future__ import annotations
@@ -119,7 +119,6 @@ async def run(session: aiohttp.ClientSession, order: dict[str, Any]) -> dict[str
         except (ValueError, KeyError) as error:
             errors.append(f"{type(error).__name__}: {error}")
     return {
-        "began": began,
         "seconds": seconds,
         "tokens": tokens,
         "errors": len(errors),

@@ -13,20 +13,19 @@ up: full micro-batches of the longest samples that the configuration allows.
 
 The weights are random and made on the device, so the phase in which a folder is read is planned and
 not measured. A mark is a moment of a phase, with the peak since the one before. Every case runs in a process of
-its own. `memory.json` has the rows, `memory_marks.json` every mark.
+its own, which prints every mark.
 
     python -m bench.memory [--cases NAME ...] [--device cuda] [--out FOLDER]
 """
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -198,8 +197,8 @@ class Meter:
             )
             torch.cuda.reset_peak_memory_stats()
         mark = Mark(self.phase, name, *numbers)
-        numbers_of = {key: size for key, size in asdict(mark).items() if isinstance(size, int)}
-        told = ", ".join(f"{key} {size / 1e9:.3f}" for key, size in numbers_of.items())
+        sizes = {key: size for key, size in vars(mark).items() if isinstance(size, int)}
+        told = ", ".join(f"{key} {size / 1e9:.3f}" for key, size in sizes.items())
         say(f"{self.phase}: {name}: GB: {told}")
         self.marks.append(mark)
         return mark
@@ -321,7 +320,7 @@ class Run:
             self.trainer.step(batch(self.case, cfg, vocab, number))
 
 
-def measure(name: str, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
+def measure(name: str, device: torch.device) -> list[Row]:
     case = CASES[name]
     cfg = case.cfg(device.type)
     meter = Meter(device)
@@ -331,15 +330,8 @@ def measure(name: str, device: torch.device) -> tuple[list[Row], dict[str, Any]]
     run = Run(case, cfg, meter, plans)
     for number in range(1, STEPS + 1):
         run.step(number)
-    about = {
-        "plan": {phase: dict(parts) for phase, parts in planned.phases.items()},
-        "cache_tokens": planned.cache_tokens,
-        "free": planned.free,
-        "context and others": meter.before,
-        "marks": [asdict(mark) | {"outside": mark.outside} for mark in meter.marks],
-    }
     print("\n".join(planned.lines()))
-    return compare(name, planned, meter.marks), about
+    return compare(name, planned, meter.marks)
 
 
 def compare(name: str, planned: MemoryPlan, marks: Sequence[Mark]) -> list[Row]:
@@ -394,12 +386,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             subprocess.run([*told, "--cases", name], timeout=600).returncode for name in args.cases
         )
     (name,) = args.cases
-    rows, about = measure(name, device)
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "memory_marks.json"
-    before = json.loads(path.read_text()) if path.is_file() else {}
-    path.write_text(json.dumps(before | {name: about}, indent=1) + "\n")
-    return finish("Planned and measured memory", "memory", rows, out, steps=STEPS)
+    return finish("Planned and measured memory", "memory", measure(name, device), out, steps=STEPS)
 
 
 if __name__ == "__main__":

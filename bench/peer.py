@@ -6,7 +6,6 @@ early when the child does; the error has the child's last words.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import queue
@@ -163,27 +162,24 @@ class Peer:
         return f"its last words: {' | '.join(lines[-4:])[-600:]}" if lines else "it said nothing"
 
 
-def add_options(parser: argparse.ArgumentParser, default: str) -> None:
-    parser.add_argument("--peer", default=default, choices=("vllm", "none"))
-    parser.add_argument(
-        "--vllm-python",
-        default=os.environ.get("LOWROLL_VLLM_PYTHON") or sys.executable,
-        help="the Python that has vLLM; default: LOWROLL_VLLM_PYTHON, or this one",
-    )
-    parser.add_argument(
-        "--vllm-path",
-        default=vllm_path(),
-        help="the folder that vLLM is unpacked in, with all that it needs; default: LOWROLL_VLLM_PATH",
-    )
+def start_vllm(settings: Mapping[str, Any], *words: str, **variables: str) -> Peer:
+    """Start `bench.vllm_worker` with the Python that has vLLM. variables: of its environment."""
+    return Peer(settings, [*vllm_command(), *words], {**vllm_environment(), **variables})
 
 
-def vllm_command(python: str) -> list[str]:
-    return [python, "-P", "-m", "bench.vllm_worker"]
+def vllm_command() -> list[str]:
+    return [vllm_python(), "-P", "-m", "bench.vllm_worker"]
 
 
-def vllm_environment(path: str | None, **more: str) -> dict[str, str]:
-    """Return the environment of a vLLM that is unpacked in a folder, or installed: offline and
-    silent. What this process's environment says stays."""
+def vllm_python() -> str:
+    """Return the Python of LOWROLL_VLLM_PYTHON, or this one."""
+    return os.environ.get("LOWROLL_VLLM_PYTHON") or sys.executable
+
+
+def vllm_environment(**more: str) -> dict[str, str]:
+    """Return the environment of a vLLM that is installed, or unpacked in the folder
+    LOWROLL_VLLM_PATH: offline and silent. What this process's environment says stays."""
+    path = os.environ.get("LOWROLL_VLLM_PATH")
     return {**VLLM, **more, **os.environ, **({"PYTHONPATH": path} if path else {})}
 
 
@@ -194,9 +190,3 @@ def share_of_gpu(num_bytes: float, most: float = 0.95) -> float:
     if not torch.cuda.is_available():
         return most
     return min(most, num_bytes / torch.cuda.mem_get_info()[1])
-
-
-def vllm_path(path: str | None = None) -> str | None:
-    """Return the folder that vLLM is unpacked in, when it is not installed: given, or that of
-    LOWROLL_VLLM_PATH."""
-    return path or os.environ.get("LOWROLL_VLLM_PATH") or None

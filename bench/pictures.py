@@ -18,6 +18,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from bench import sparse
 from bench.curves import by_start
 from bench.harness import BASELINES, RESULTS
 from bench.targets import batch_of, rollout
@@ -44,17 +45,6 @@ FOUR_BITS = (
 )
 LEARNT = ("bf16", "int8_rotated acr", "int8 acr", "int8 naive", "fp8 naive")
 FORMATS = ("bf16", "fp8", "int8", "nvfp4")
-CACHES = (
-    "dense",
-    "rkv naive",
-    "rkv sparse-rl",
-    "rkv capped",
-    "snapkv sparse-rl",
-    "rkv replay",
-    "rkv repair",
-    "fp8 cache",
-    "streaming sparse-rl",
-)
 MOST_INSIDE = 6  # names of a legend that stands among the curves
 BATCHES = (1, 64, 256)
 SIZES = tuple(2**i for i in range(10))  # engines
@@ -181,7 +171,7 @@ def main() -> None:
     orchestrated(FOLDER / "scale.png", stored(BASELINES / "scale.json", "rows"))
     picture(FOLDER / "eight_bits.png", runs, EIGHT_BITS)
     picture(FOLDER / "four_bits.png", runs, FOUR_BITS)
-    picture(FOLDER / "caches.png", stored(RESULTS / "sparse.json", "runs"), CACHES)
+    picture(FOLDER / "caches.png", stored(RESULTS / "sparse.json", "runs"), tuple(sparse.ARMS))
     front(FOLDER / "front.png", runs, stored(BASELINES / "decode.json", "rows"))
 
 

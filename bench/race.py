@@ -14,7 +14,7 @@ The settings of TRL that a device has are tried for two steps each before the ra
 largest micro-batch that fits; the fastest races. What could not be set up is said, and never counted.
 
     python -m bench.race [--steps 12] [--seeds 1] [--score 0.7] [--device auto] [--only SIDE ...]
-                         [--peer-python PATH] [--peer-setting NAME] [--peer-rows R] [--vllm-path FOLDER]
+                         [--peer-python PATH] [--peer-setting NAME] [--peer-rows R]
                          [--subject FOLDER] [--shape NAME] [--change JSON] [--out FOLDER]
 
 One side runs at a time, as a worker of `bench.peer`; the sides of a seed take turns, and another one
@@ -43,18 +43,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
-from functools import partial
 from math import gcd
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import subject
-from bench.experiment import SUMMED, key, made_here, options, own_settings, short, store
-from bench.harness import device_of, merged, print_table, release, same_kind, say
-from bench.peer import VLLM, Peer, PeerFailed, vllm_path
+from bench.experiment import SUMMED, Place, key, made_here, options, own_settings, short, store
+from bench.harness import OneOf, device_of, merged, print_table, release, same_kind, say
+from bench.peer import VLLM, Peer, PeerFailed
 from bench.race_table import HEAD, columns, summary
 from bench.race_trl import SETTINGS as PEER_SETTINGS
 from bench.shapes import SHAPES, random_model
@@ -117,12 +115,10 @@ Run = dict[str, Any]
 # -- the subject and its prompts -------------------------------------------------------------------
 
 
-def settings(
-    side: str, seed: int, steps: int, folder: Path, device: str, change: Mapping[str, Any]
-) -> dict[str, Any]:
+def settings(side: str, seed: int, place: Place) -> dict[str, Any]:
     """Return the configuration of a side and a seed, as a user's YAML file would say it."""
-    tree = merged(common(device, change), SIDES[side])
-    return merged(tree, own_settings(side, seed, steps, folder, device))
+    tree = merged(common(place.device, place.change), SIDES[side])
+    return merged(tree, own_settings(side, seed, place))
 
 
 def common(device: str, change: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,18 +126,19 @@ def common(device: str, change: Mapping[str, Any]) -> dict[str, Any]:
     return merged(SETTINGS if device == "cpu" else merged(SETTINGS, ON_GPU), change)
 
 
-def warm_start(folder: Path, model: str, device: str, change: Mapping[str, Any]) -> Run:
+def warm_start(place: Place, model: str) -> Run:
     """Write the model after its SFT as `folder/model`; return what is recorded of it."""
-    cfg = from_mapping(settings("lowroll dense", 0, 1, folder, device, change))
-    return subject.warm(cfg, model, folder)
+    cfg = from_mapping(settings("lowroll dense", 0, replace(place, steps=1)))
+    return subject.warm(cfg, model, place.folder)
 
 
-def shaped(folder: Path, shape: str, model: str, device: str) -> Run:
+def shaped(place: Place, shape: str, model: str) -> Run:
     """Write random weights of a shape with the tokenizer of `model` as `folder/model`; return what is
     recorded of them."""
     tokenizer = resolve(model)
     config = SHAPES[shape] | {"eos_token_id": list(read_spec(tokenizer).eos_ids)}
-    hf.save(random_model(config, device), folder / "model", tokenizer_from=tokenizer)
+    random = random_model(config, place.device)
+    hf.save(random, place.folder / "model", tokenizer_from=tokenizer)
     return {"shape": shape, "weights": "random", "tokenizer": model}
 
 
@@ -149,6 +146,7 @@ def judged(tree: Mapping[str, Any], model: Path) -> float:
     """Return the mean reward of a model folder's greedy answers to the held-out prompts, by lowroll's
     engine with dense weights: the same judge for all sides."""
     cfg = from_mapping(merged(tree, JUDGE))
+    assert cfg.eval.num_examples is not None  # SETTINGS say how many
     return reward_of(cfg, model, "dense", 0.0, cfg.eval.num_examples)
 
 
@@ -181,18 +179,22 @@ def plain(cfg: RunConfig, folder: Path) -> dict[str, Any]:
         "seed": cfg.seed,
         "steps": steps,
         "interval": cfg.eval.interval,
-        "batch_size": cfg.batch_size,
-        "copies": cfg.rollouts_per_example,
         "minibatches": cfg.train.minibatches,
-        "max_tokens": cfg.rollout.max_tokens,
-        "length": longest + cfg.rollout.max_tokens,
-        "clip": [cfg.loss.eps_low, cfg.loss.eps_high],
         "rates": [learning_rate(optim, i) for i in range(steps)],
-        "learning_rate": optim.learning_rate,
-        "betas": list(optim.betas),
-        "eps": optim.eps,
-        "weight_decay": optim.weight_decay,
-        "max_grad_norm": optim.max_grad_norm,
+        "fields": {  # of GRPOConfig
+            "generation_batch_size": cfg.batch_size,
+            "num_generations": cfg.rollouts_per_example,
+            "max_completion_length": cfg.rollout.max_tokens,
+            "vllm_max_model_length": longest + cfg.rollout.max_tokens,
+            "epsilon": cfg.loss.eps_low,
+            "epsilon_high": cfg.loss.eps_high,
+            "learning_rate": optim.learning_rate,
+            "adam_beta1": optim.betas[0],
+            "adam_beta2": optim.betas[1],
+            "adam_epsilon": optim.eps,
+            "weight_decay": optim.weight_decay,
+            "max_grad_norm": optim.max_grad_norm,
+        },
     }
 
 
@@ -201,15 +203,10 @@ def plain(cfg: RunConfig, folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Launcher:
-    """The start of a side: the device, TRL's Python, and the folder that a vLLM is unpacked in."""
+    """The start of a side: the device, and TRL's Python."""
 
     device: str
     peer_python: str
-    vllm_path: str | None = None
-
-    def bytes_in_use(self) -> int:
-        """Return the bytes of the GPU that are in use; 0 on a CPU."""
-        return 0 if self.device == "cpu" else on_gpu()
 
     def command(self, side: str) -> list[str]:
         """Return the command of a side."""
@@ -218,10 +215,11 @@ class Launcher:
         return [sys.executable, "-m", "bench.race_lowroll"]
 
     def environment(self, with_vllm: bool) -> dict[str, str]:
-        """Return the variables of a side, which finds vLLM where it is asked for."""
+        """Return the variables of a side, which finds the vLLM that is unpacked in
+        LOWROLL_VLLM_PATH where it is asked for."""
         if not with_vllm:
             return {"HF_HUB_OFFLINE": "1"}
-        paths = filter(None, (self.vllm_path, os.environ.get("PYTHONPATH")))
+        paths = filter(None, map(os.environ.get, ("LOWROLL_VLLM_PATH", "PYTHONPATH")))
         said = {name: os.environ.get(name, value) for name, value in VLLM.items()}
         return {**said, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
@@ -230,7 +228,8 @@ def raced(launcher: Launcher, side: str, order: Mapping[str, Any], with_vllm: bo
     """Run a side to its end; return its records, its end and what it said of itself. PeerFailed has
     its last words."""
     release()
-    asked = {**order, "device": launcher.device, "bytes_before": launcher.bytes_in_use()}
+    in_use = 0 if launcher.device == "cpu" else on_gpu()
+    asked = {**order, "device": launcher.device, "bytes_before": in_use}
     environment, began, records = launcher.environment(with_vllm), time.monotonic(), []
     command = launcher.command(side)
     with Peer(asked, command, environment, START_S) as running:
@@ -335,16 +334,6 @@ def turn(sides: Sequence[str], seed: int) -> list[str]:
     return [*sides[at:], *sides[:at]]
 
 
-@contextmanager
-def keeping_failures(runs: list[Run], side: str, seed: int) -> Iterator[None]:
-    """Add a run with the reason, and print it, when the side in this block fails."""
-    try:
-        yield
-    except PeerFailed as error:
-        say(f"{side}, seed {seed}: not run: {error}")
-        runs.append({"variant": side, "seed": seed, "failed": str(error)[:500]})
-
-
 def earlier(path: Path, about: Mapping[str, Any]) -> Run:
     """Return the runs and trials of the file that did not fail, and the seconds that it took, where
     it is of the same weights, settings, steps and kind of machine; none of them otherwise."""
@@ -361,17 +350,16 @@ def earlier(path: Path, about: Mapping[str, Any]) -> Run:
 
 def race(
     launcher: Launcher,
-    folder: Path,
+    place: Place,
     args: argparse.Namespace,
     stored: Run,
     keep: Callable[..., None],
 ) -> list[Run]:
     """Run the sides of all seeds from `folder/model` that `stored` lacks (`earlier`); give `keep` all
     runs, and the trials of TRL, after each. Return all runs."""
-    change, trials = json.loads(args.change), [Trial(**trial) for trial in stored["trials"]]
+    folder, trials = place.folder, [Trial(**trial) for trial in stored["trials"]]
     names = [args.peer_setting] if args.peer_setting else candidates(launcher.device)
     runs = stored["runs"]
-    config = partial(settings, steps=args.steps, folder=folder, device=args.device, change=change)
     have = {key(run) for run in runs}
     order = [(side, seed) for seed in range(args.seeds) for side in turn(args.only, seed)]
     wanted = [one for one in order if one not in have]
@@ -379,13 +367,13 @@ def race(
     if any(side == TRL for side, _ in wanted):
         untried = [name for name in names if name not in {trial.setting for trial in trials}]
         rows = args.peer_rows or (CPU_ROWS if launcher.device == "cpu" else 0)
-        cfg = from_mapping(config(TRL, 0))
+        cfg = from_mapping(settings(TRL, 0, place))
         trials += tried(launcher, cfg, folder / "trial", untried, rows)
         own = [trial for trial in trials if trial.setting in names]
         refuse_two_settings(runs, own)
     for side, seed in wanted:
-        with keeping_failures(runs, side, seed):
-            tree = config(side, seed)
+        try:
+            tree = settings(side, seed, place)
             if side == TRL:
                 best = fastest(own)
                 chosen = {"setting": best.setting, "micro": best.micro}
@@ -397,60 +385,59 @@ def race(
             named = {"variant": side, "seed": seed, "date": date.today().isoformat()}
             curves = columns(found.pop("records"))
             runs.append({**named, **end, **found, "curves": curves})
+        except PeerFailed as error:
+            say(f"{side}, seed {seed}: not run: {error}")
+            runs.append({"variant": side, "seed": seed, "failed": str(error)[:500]})
         keep(runs, [trial._asdict() for trial in trials])
     return runs
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command's options."""
-    made = options(__doc__, SIDES, steps=12, seeds=1, score=0.7, peer_setting=None, peer_rows=0)
-    made.add_argument(
-        "--shape", choices=list(SHAPES), help="random weights of a shape, without SFT"
+    return options(
+        __doc__,
+        SIDES,
+        steps=12,
+        seeds=1,
+        score=0.7,
+        peer_python=str(PEER_PYTHON),
+        peer_setting=OneOf(PEER_SETTINGS),
+        peer_rows=0,
+        model=MODEL,
+        subject=Path,
+        shape=OneOf(SHAPES),
     )
-    made.add_argument("--peer-python", default=str(PEER_PYTHON), help="the Python that has TRL")
-    made.add_argument("--vllm-path", help="where a vLLM is unpacked; default: LOWROLL_VLLM_PATH")
-    made.add_argument("--model", default=MODEL, help="what SFT begins with")
-    made.add_argument(
-        "--subject", type=Path, help="a folder that the race begins with, without SFT"
-    )
-    return made
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Warm-start the model, run the sides and store what they did."""
     p = parser()
     args, began = p.parse_args(words), time.monotonic()
-    if args.peer_setting not in (None, *PEER_SETTINGS):
-        p.error(f"--peer-setting: {args.peer_setting!r} is none of {', '.join(PEER_SETTINGS)}")
     args.device = device_of(p, args.device).type
-    launcher = Launcher(args.device, args.peer_python, vllm_path(args.vllm_path))
-    place = "gpu" if args.device == "cuda" else ""
-    path = args.out / f"{'-'.join(filter(None, ('race', place, args.shape)))}.json"
+    launcher = Launcher(args.device, args.peer_python)
+    kind = "gpu" if args.device == "cuda" else ""
+    path = args.out / f"{'-'.join(filter(None, ('race', kind, args.shape)))}.json"
     with tempfile.TemporaryDirectory() as scratch:
-        folder, change = Path(scratch), json.loads(args.change)
-        about = made_here(
-            args.device,
-            steps=args.steps,
-            score=args.score,
-            settings=common(args.device, change),
-        )
+        place = Place(args.steps, Path(scratch), args.device, json.loads(args.change))
+        model = place.folder / "model"
+        shared = common(args.device, place.change)
+        about = made_here(args.device, steps=args.steps, score=args.score, settings=shared)
         if args.subject:
-            (folder / "model").symlink_to(args.subject.resolve())
-            about["warm_start"] = {"sha256": subject.digest(folder / "model")}
+            model.symlink_to(args.subject.resolve())
+            about["warm_start"] = {"sha256": subject.digest(model)}
         elif args.shape:
-            about["warm_start"] = shaped(folder, args.shape, args.model, args.device)
+            about["warm_start"] = shaped(place, args.shape, args.model)
         else:
-            about["warm_start"] = warm_start(folder, args.model, args.device, change)
+            about["warm_start"] = warm_start(place, args.model)
             say(f"SFT: {about['warm_start']}")
-        tree = settings(TRL, 0, args.steps, folder, args.device, change)
-        about["before"] = judged(tree, folder / "model")
+        about["before"] = judged(settings(TRL, 0, place), model)
         stored = earlier(path, about)
 
         def keep(runs: list[Run], trials: list[dict[str, Any]]) -> None:
             seconds = stored["seconds"] + round(time.monotonic() - began)
             store(path, about | {"seconds": seconds, "trials": trials}, list(runs), SIDES)
 
-        runs = race(launcher, folder, args, stored, keep)
+        runs = race(launcher, place, args, stored, keep)
     head = [name.format(score=args.score) for name in HEAD]
     print_table(head, summary(runs, args.score), SUMMED)
     print(path)

@@ -149,37 +149,27 @@ def trainer_class(rates: Sequence[float], meter: Meter) -> Any:
 
 def arguments(asked: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
     """Return the fields of GRPOConfig."""
-    a = asked
-    per_update = a["batch_size"] // a["minibatches"]
+    micro, minibatches = asked["micro"], asked["minibatches"]
     return {
-        "output_dir": a["output"],
-        "seed": a["seed"],
-        "max_steps": a["steps"] * a["minibatches"],
-        "per_device_train_batch_size": a["micro"],
-        "gradient_accumulation_steps": per_update // a["micro"],
-        "generation_batch_size": a["batch_size"],
-        "num_generations": a["copies"],
+        **asked["fields"],
+        "output_dir": asked["output"],
+        "seed": asked["seed"],
+        "max_steps": asked["steps"] * minibatches,
+        "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": (
+            asked["fields"]["generation_batch_size"] // minibatches // micro
+        ),
         "shuffle_dataset": False,
-        "max_completion_length": a["max_tokens"],
         "temperature": 1.0,
         "beta": 0.0,
-        "epsilon": a["clip"][0],
-        "epsilon_high": a["clip"][1],
         "loss_type": "dapo",
         "scale_rewards": "group",
-        "learning_rate": a["learning_rate"],
-        "adam_beta1": a["betas"][0],
-        "adam_beta2": a["betas"][1],
-        "adam_epsilon": a["eps"],
-        "weight_decay": a["weight_decay"],
-        "max_grad_norm": a["max_grad_norm"],
         "optim": "adamw_torch_fused",
         "bf16": setting.bf16,
         "gradient_checkpointing": False,
         "use_vllm": setting.vllm,
         "vllm_mode": "colocate",
-        "vllm_max_model_length": a["length"],
-        "use_cpu": a["device"] == "cpu",
+        "use_cpu": asked["device"] == "cpu",
         "model_init_kwargs": {"dtype": "float32", "attn_implementation": "sdpa"},
         "report_to": "none",
         "logging_strategy": "no",
@@ -194,7 +184,7 @@ class Evaluator:
     def __init__(self, trainer: Any, tokenizer: Any, env: Environment, asked: Mapping[str, Any]):
         self.trainer, self.tokenizer, self.env = trainer, tokenizer, env
         self.rows = read(asked["test"])
-        self.new_tokens = asked["max_tokens"]
+        self.new_tokens = asked["fields"]["max_completion_length"]
 
     def line(self, mismatch: bool) -> dict[str, float]:
         """Return the score; and the KL of the rollouts to the learner, where it is asked for."""

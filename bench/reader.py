@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from bench.peer import Peer
-from bench.worker import channel, orders
+from bench.worker import Answer, serve
 from lowroll.engine.native import NativeEngine
 from lowroll.server.weight_store import WeightStore
 from lowroll.types import Request
@@ -25,16 +26,15 @@ def reader(model: Path, versions: Path, format: str, device: str) -> Peer:
     return Peer(settings, [sys.executable, "-m", "bench.reader"], start_s=WAIT_S)
 
 
-def main() -> None:
-    settings, say = channel()
+def reader_of(settings: dict[str, Any]) -> tuple[dict[str, bool], Answer]:
     model, device = Path(settings["model"]), torch.device(settings["device"])
     engine = NativeEngine(model, settings["format"], device=device, cache_tokens=4096, max_batch=8)
     engine.warm_up()
     request = Request([5, 6, 7], max_tokens=1, ignore_eos=True)
     engine.generate([request])
     store = WeightStore(Path(settings["versions"]), model)
-    say({"ready": True})
-    for order in orders():
+
+    def take(order: dict[str, Any]) -> dict[str, str]:
         name = f"step_{order['version']}"
         _, updates = store.load(name, 0, engine.capabilities, engine.behavior.weights)
         for version, update in updates:
@@ -42,8 +42,10 @@ def main() -> None:
             store.current = version
         del updates
         engine.generate([request])
-        say({"digest": engine.behavior.policy[0].digest})
+        return {"digest": engine.behavior.policy[0].digest}
+
+    return {"ready": True}, take
 
 
 if __name__ == "__main__":
-    main()
+    serve(reader_of)

@@ -28,6 +28,7 @@ from bench.harness import Row, finish, interleave, parser_of, running, speed_row
 from bench.roles import folder
 from lowroll.engine.remote.pool import EnginePool
 from lowroll.engine.remote.replica import PoolOptions
+from lowroll.runs.roles.devices import visible
 from lowroll.types import Request
 
 ADMIN = "BENCH_ADMIN_TOKEN"
@@ -43,16 +44,8 @@ def serving(args: argparse.Namespace, gpu: int) -> AbstractContextManager[subpro
     words += ["--admin-token-env", ADMIN, "--max-requests", 8192]
     words += ["--device", "cpu" if args.cpu else "cuda"]
     env = os.environ | {ADMIN: TOKEN}
-    env |= {"OMP_NUM_THREADS": "1"} if args.cpu else {"CUDA_VISIBLE_DEVICES": devices()[gpu]}
+    env |= {"OMP_NUM_THREADS": "1"} if args.cpu else {"CUDA_VISIBLE_DEVICES": visible()[gpu]}
     return running("lowroll", *words, env=env)
-
-
-def devices() -> list[str]:
-    """Return the GPUs of this machine that we may use."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        return [one for one in named.split(",") if one]
-    return sorted(path.name[6:] for path in Path("/dev").glob("nvidia[0-9]*"))
 
 
 def address(process: subprocess.Popen[str]) -> str:
@@ -98,9 +91,7 @@ def measure(args: argparse.Namespace, one: EnginePool, several: EnginePool) -> l
             "one": lambda draw=draw, seeds=seeds: draw(one, requests(args, next(seeds))),
             "several": lambda draw=draw, seeds=seeds: draw(several, requests(args, next(seeds))),
         }
-        for warm in sides.values():
-            warm()
-        seconds = interleave(sides, args.rounds)
+        seconds = interleave(sides, args.rounds, warm=1)
         must = None if args.cpu else MUST * args.engines
         title = f"{args.title} {args.weights}: {args.engines} engines over one, {name}"
         amount = args.requests * args.samples
@@ -128,11 +119,8 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(words)
     if args.engines < 2:
         parser.error("--engines: two at least are compared with one")
-    if not args.cpu and len(devices()) < args.engines:
-        parser.error(
-            f"--engines: {args.engines} need a GPU each, and {len(devices())} are here (--cpu: on the "
-            "processor)"
-        )
+    if not args.cpu and (gpus := len(visible())) < args.engines:
+        parser.error(f"--engines: {args.engines} need a GPU each, and {gpus} are here (or --cpu)")
     args.title = Path(args.model).name
     return args
 

@@ -8,7 +8,7 @@ fastest of each family: that is the one whose name stands in the row.
 
 from __future__ import annotations
 
-import argparse
+import os
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.peer import Peer, PeerFailed, vllm_command, vllm_environment
+from bench.peer import Peer, PeerFailed, start_vllm, vllm_environment, vllm_python
 from bench.work import MACHETE
 from lowroll.quant.formats import get_format
 
@@ -46,22 +46,23 @@ class Setting:
         return {"VLLM_USE_V2_MODEL_RUNNER": RUNNERS[self.runner], "VLLM_CACHE_ROOT": str(cache)}
 
 
-def version(python: str, path: str | None) -> str:
-    """Return the version of an installation. PeerFailed when there is none."""
-    command, env = [python, "-P", "-c", VERSION], vllm_environment(path)
+def version() -> str:
+    """Return the version of vLLM. PeerFailed when there is none."""
+    command, env = [vllm_python(), "-P", "-c", VERSION], vllm_environment()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, env=env)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise PeerFailed(f"{command[0]}: {error}") from None
     if done.returncode:
-        raise PeerFailed(f"{path or command[0]}: no vLLM: {done.stderr.strip()[-200:]}")
+        where = os.environ.get("LOWROLL_VLLM_PATH") or command[0]
+        raise PeerFailed(f"{where}: no vLLM: {done.stderr.strip()[-200:]}")
     return done.stdout.strip()
 
 
-def settings(format: str, runners: Sequence[str], python: str, path: str | None) -> list[Setting]:
+def settings(format: str, runners: Sequence[str]) -> list[Setting]:
     """Return all settings that a format of ours is held against, its own family first. PeerFailed
     where there is no vLLM."""
-    found = version(python, path)
+    found = version()
     families = [format]
     if get_format(format).bits < 8 and format != MACHETE:
         families.append(MACHETE)
@@ -70,19 +71,14 @@ def settings(format: str, runners: Sequence[str], python: str, path: str | None)
 
 @contextmanager
 def started(
-    chosen: Sequence[Setting],
-    asked: Mapping[str, Any],
-    args: argparse.Namespace,
-    notes: list[str],
+    chosen: Sequence[Setting], asked: Mapping[str, Any], notes: list[str]
 ) -> Iterator[dict[str, Peer]]:
     """Start the settings; yield those that can be had, by name, and note each that cannot.
     asked: what the worker is told beside its format."""
 
     def start(setting: Setting) -> Peer | PeerFailed:
         try:
-            told = {**asked, "format": setting.format}
-            environment = {**vllm_environment(args.vllm_path), **setting.variables}
-            return Peer(told, vllm_command(args.vllm_python), environment)
+            return start_vllm({**asked, "format": setting.format}, **setting.variables)
         except PeerFailed as error:
             return error
 

@@ -32,16 +32,16 @@ def batch_of(
     for i, ids in enumerate(sequences):
         response = list(ids[prompt:])
         tag = BehaviorTag((PolicySpan(0, ""),), weights)
-        samples.append(
-            Sample(
-                Prompt(f"p{i // group}", "bench", [{"role": "user", "content": ""}]),
-                list(ids[:prompt]),
-                Rollout(response, [log_prob] * len(response), "length", tag),
-                "",
-                Score(1.0),
-                advantage=1.0 if i % 2 else -1.0,
-                loss_mask=[1] * len(response),
-                group=i // group,
-            )
-        )
+        rollout = Rollout(response, [log_prob] * len(response), "length", tag)
+        advantage = 1.0 if i % 2 else -1.0
+        samples.append(sample_of(list(ids[:prompt]), rollout, advantage, i // group, Score(1.0)))
     return Batch(step, samples, temperature=1.0)
+
+
+def sample_of(
+    prompt_ids: list[int], rollout: Rollout, advantage: float, group: int, score: Score
+) -> Sample:
+    """Return a sample whose response is learnt from as a whole."""
+    prompt = Prompt(f"p{group}", "bench", [{"role": "user", "content": ""}])
+    mask = [1] * len(rollout.token_ids)
+    return Sample(prompt, prompt_ids, rollout, "", score, advantage, mask, group, score.reward)

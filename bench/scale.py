@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.request import urlopen
 
 import yaml
@@ -66,36 +66,33 @@ KEPT = 3  # broadcasts that lie there
 LOOK_S = 0.02
 BATCH_S = 240.0  # until one has come, the start included
 TICKS = os.sysconf("SC_CLK_TCK")
-QUANTITIES = {  # unit of each
-    "rollouts a second": "rollouts/s",
-    "tokens a second": "tokens/s",
-    "rows of the engines that draw": "fraction",
-    "orchestrator: processor": "cores",
-    "orchestrator: processor for a rollout": "ms",
-    "orchestrator: main thread's part": "fraction",
-    "scoring workers: processor": "cores",
-    "fakes: processor": "cores",
-    "orchestrator: memory, peak": "MB",
-    "groups asked for and not back": "groups",
-    "groups at engines": "groups",
-    "groups back, not in a batch": "groups",
-    "batches": "batches/s",
-    "wire": "MB/s",
-    "engines fenced": "engines",
-}
 
-SHOWN = {  # in docs/scale.md, by the head of its column
-    "rollouts a second": "rollouts/s",
-    "orchestrator: processor": "orchestrator, cores",
-    "orchestrator: processor for a rollout": "ms a rollout",
-    "orchestrator: main thread's part": "main thread's part",
-    "fakes: processor": "fakes, cores",
-    "orchestrator: memory, peak": "memory, MB",
-    "rows of the engines that draw": "rows that draw",
-    "groups asked for and not back": "groups in flight",
-    "groups at engines": "at engines",
-    "groups back, not in a batch": "back, waiting",
+
+class Quantity(NamedTuple):
+    """A quantity's unit, and the head of its column in docs/scale.md, where it has one."""
+
+    unit: str
+    shown: str = ""
+
+
+QUANTITIES = {
+    "rollouts a second": Quantity("rollouts/s", "rollouts/s"),
+    "tokens a second": Quantity("tokens/s"),
+    "orchestrator: processor": Quantity("cores", "orchestrator, cores"),
+    "orchestrator: processor for a rollout": Quantity("ms", "ms a rollout"),
+    "orchestrator: main thread's part": Quantity("fraction", "main thread's part"),
+    "scoring workers: processor": Quantity("cores"),
+    "fakes: processor": Quantity("cores", "fakes, cores"),
+    "orchestrator: memory, peak": Quantity("MB", "memory, MB"),
+    "rows of the engines that draw": Quantity("fraction", "rows that draw"),
+    "groups asked for and not back": Quantity("groups", "groups in flight"),
+    "groups at engines": Quantity("groups", "at engines"),
+    "groups back, not in a batch": Quantity("groups", "back, waiting"),
+    "batches": Quantity("batches/s"),
+    "wire": Quantity("MB/s"),
+    "engines fenced": Quantity("engines"),
 }
+SHOWN = {name: one.shown for name, one in QUANTITIES.items() if one.shown}
 
 
 @dataclass(frozen=True)
@@ -294,13 +291,13 @@ def _row(
     values = (
         samples / wall,
         samples / wall * passed["tokens"] / max(passed["samples"], 1),
-        passed["row_seconds"] / wall / rows,
         passed["own"] / wall,
         1e3 * passed["own"] / samples,
         passed["main"] / max(passed["own"], 1e-9),
         passed["scorers"] / wall,
         passed["cpu_s"] / wall,
         after["peak"],
+        passed["row_seconds"] / wall / rows,
         in_flight,
         after["open"],
         stats["rollout/open_groups"] - in_flight,
@@ -327,7 +324,7 @@ def main() -> int:
             with tempfile.TemporaryDirectory(dir="/dev/shm") as scratch:
                 found = measure(count, WORKS[label], Path(scratch), args.seconds, args.warm)
             results.add(
-                Row(f"{label} E={count}: {what}", QUANTITIES[what], value)
+                Row(f"{label} E={count}: {what}", QUANTITIES[what].unit, value)
                 for what, value in found.items()
             )
             say(f"{label}, {count} engines: {found}")

@@ -10,7 +10,6 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -48,12 +47,7 @@ class Served:
         self.url = self._ready.result(START_S)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._events.call_soon_threadsafe(self._end.set)
         self._thread.join(START_S)
 

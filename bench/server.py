@@ -28,13 +28,14 @@ import random
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -55,14 +56,7 @@ from bench.harness import (
     speed_row,
     synchronize,
 )
-from bench.peer import (
-    Peer,
-    PeerFailed,
-    add_options,
-    share_of_gpu,
-    vllm_command,
-    vllm_environment,
-)
+from bench.peer import Peer, PeerFailed, share_of_gpu, start_vllm
 from bench.roofline import kv_bytes_per_token, weight_bytes
 from bench.served import Served
 from bench.shapes import SHAPES, random_model
@@ -80,26 +74,24 @@ ROLLED, GROUPS = 256, (1, 8)  # prompt tokens of a rollout, and rollouts of a pr
 STREAMS = 64  # that see an update
 LONG = {"cuda": 512, "cpu": 128}  # tokens of each
 SLACK = 8e9  # bytes that vLLM may take beside weights and cache
-MEASURED = ("requests a second", "time to first token", "time of a token")
-UNITS = ("requests/s", "ms", "ms")
+Seen = Mapping[str, float]  # what `vllm bench serve` stored of a run
+
+
+class Quantity(NamedTuple):
+    """What is compared: its unit, its name in `Seen`, and whether more of it is better."""
+
+    unit: str
+    key: str
+    is_rate: bool = False
+
+
+QUANTITIES = {
+    "requests a second": Quantity("requests/s", "request_throughput", is_rate=True),
+    "time to first token": Quantity("ms", "mean_ttft_ms"),
+    "time of a token": Quantity("ms", "mean_tpot_ms"),
+}
+GAP = "p99_itl_ms"  # between two parts of a stream, the 99th percentile
 STREAMED: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
-
-
-@dataclass(frozen=True)
-class Seen:
-    """Requests a second that the clients of a run saw, and means over the requests in ms.
-
-    gap: between two parts of a stream, the 99th percentile.
-    """
-
-    rate: float
-    first: float
-    token: float
-    gap: float
-
-    @property
-    def values(self) -> tuple[float, float, float]:
-        return self.rate, self.first, self.token
 
 
 def check(answer: Mapping[str, Any]) -> None:
@@ -107,19 +99,14 @@ def check(answer: Mapping[str, Any]) -> None:
         raise PeerFailed(f"{answer['errors']} requests failed: {answer['error']}")
 
 
-def seen_by_vllm(answer: Mapping[str, Any], requests: int, new_tokens: int) -> Seen:
+def check_vllms(answer: Mapping[str, Any], requests: int, new_tokens: int) -> Seen:
     """Return what `vllm bench serve` stored. PeerFailed when a request failed or is short."""
     if answer["completed"] != requests or answer["total_output_tokens"] != requests * new_tokens:
         raise PeerFailed(
             f"{answer['completed']} of {requests} requests with {answer['total_output_tokens']} "
             f"tokens in all"
         )
-    return Seen(
-        answer["request_throughput"],
-        answer["mean_ttft_ms"],
-        answer["mean_tpot_ms"],
-        answer["p99_itl_ms"],
-    )
+    return answer
 
 
 # -- the sides -------------------------------------------------------------------------------------
@@ -209,7 +196,7 @@ def cache_tokens(args: argparse.Namespace) -> int:
 # -- against vllm serve ----------------------------------------------------------------------------
 
 
-def start_vllm(args: argparse.Namespace, format: str, folder: Path) -> VllmServer:
+def serve_vllm(args: argparse.Namespace, format: str, folder: Path) -> VllmServer:
     config = shape(args.model)
     cache = cache_tokens(args) * kv_bytes_per_token(config)
     whole = cache + weight_bytes(config, format) + SLACK
@@ -224,7 +211,7 @@ def start_vllm(args: argparse.Namespace, format: str, folder: Path) -> VllmServe
         "memory_fraction": share_of_gpu(whole, 0.9),
         "device": args.device.type,
     }
-    return VllmServer(settings, args.vllm_python, args.vllm_path)
+    return VllmServer(settings)
 
 
 def vllm_client(ours: Side, client: Peer, url: str, concurrency: int, seed: int) -> Seen:
@@ -237,7 +224,7 @@ def vllm_client(ours: Side, client: Peer, url: str, concurrency: int, seed: int)
         f"--temperature 1.0 --disable-tqdm --percentile-metrics ttft,tpot,itl"
     )
     order = {"arguments": [*words.split(), "--tokenizer", str(ours.folder)]}
-    return seen_by_vllm(client.ask(order, f"{count} requests of vLLM's", 300.0), count, NEW)
+    return check_vllms(client.ask(order, f"{count} requests of vLLM's", 300.0), count, NEW)
 
 
 def beside_vllm(
@@ -246,8 +233,7 @@ def beside_vllm(
     """Measure what clients see of both servers, in turns, at every concurrency."""
     say(f"vLLM serves after {vllm.wait():.0f} s")
     warm(ours, vllm.url)
-    command = [*vllm_command(args.vllm_python), "clients"]
-    with Peer({}, command, vllm_environment(args.vllm_path)) as client:
+    with start_vllm({}, "clients") as client:
         for concurrency in args.concurrency:
 
             def of(url: str, concurrency: int = concurrency) -> Callable[[], Seen]:
@@ -268,40 +254,40 @@ def warm(ours: Side, url: str) -> None:
 
 def over_vllm(ours: Side, concurrency: int, mine: list[Seen], theirs: list[Seen]) -> list[Row]:
     """Return a row for each quantity; a ratio is how many times better ours is."""
-    gaps = (f"{statistics.median(one.gap for one in seen):.0f}" for seen in (mine, theirs))
+    gaps = (f"{statistics.median(one[GAP] for one in seen):.0f}" for seen in (mine, theirs))
     note = "by vllm bench serve; gaps {} ms, vLLM's {}".format(*gaps)
     rows = []
-    for i, what in enumerate(MEASURED):
-        own, peers = ([one.values[i] for one in seen] for seen in (mine, theirs))
-        better = [a / b if i == 0 else b / a for a, b in zip(own, peers, strict=True)]
-        rows.append(
-            Row(
-                over_vllm_server(ours.model, ours.format, concurrency, what),
-                UNITS[i],
-                statistics.median(own),
-                statistics.median(peers),
-                statistics.median(better),
-                (min(better), max(better)),
-                note=note,
-            )
-        )
+    for what, (unit, key, is_rate) in QUANTITIES.items():
+        own, peers = ([one[key] for one in seen] for seen in (mine, theirs))
+        better = [a / b if is_rate else b / a for a, b in zip(own, peers, strict=True)]
+        name = over_vllm_server(ours.model, ours.format, concurrency, what)
+        ours_at, theirs_at, ratio = map(statistics.median, (own, peers, better))
+        extent = min(better), max(better)
+        rows.append(Row(name, unit, ours_at, theirs_at, ratio, extent, note=note))
     return rows
 
 
 # -- against the engine without a server -----------------------------------------------------------
 
 
-def rollouts(ours: Side, batch: int, group: int, rounds: int) -> Row:
-    """Return the row of the same rollouts over the server and in process, in turns."""
-    sides: dict[str, list[float]] = {"server": [], "engine": []}
-    for i in range(rounds + 1):  # the first compiles what these shapes need
-        prompts = ours.prompts(batch // group, ROLLED, seed=100 + i)
-        for name, measure in (("server", over_http), ("engine", in_process)):
+def rollouts(ours: Side, batch: int, group: int, rounds: int, store: Callable[..., None]) -> None:
+    """Store the row of the same rollouts over the server and in process, in turns."""
+
+    def side(measure: Callable[[Side, list[list[int]], int], float]) -> Callable[[], float]:
+        seeds = itertools.count(100)
+
+        def seconds() -> float:
+            prompts = ours.prompts(batch // group, ROLLED, next(seeds))
             ours.forget()
-            sides[name].append(measure(ours, prompts, group))
-            say(f"B={batch} n={group}, {name}: {sides[name][-1]:.2f} s")
+            return measure(ours, prompts, group)
+
+        return seconds
+
+    sides = {"server": side(over_http), "engine": side(in_process)}
+    # the first round compiles what these shapes need
+    taken = in_turns(sides, rounds, warm=1, title=f"B={batch} n={group}, ")
     name = through_server(ours.model, ours.format, batch, group)
-    return speed_row(name, batch * NEW, "tokens/s", sides["server"][1:], sides["engine"][1:])
+    store([speed_row(name, batch * NEW, "tokens/s", taken["server"], taken["engine"])])
 
 
 def over_http(ours: Side, prompts: list[list[int]], group: int) -> float:
@@ -339,8 +325,8 @@ def in_process(ours: Side, prompts: list[list[int]], group: int) -> float:
 # -- while weights change --------------------------------------------------------------------------
 
 
-def updates(ours: Side, device: torch.device) -> list[Row]:
-    """Return the rows of the longest gap of any stream: without an update, in one, and while
+def updates(ours: Side, device: torch.device, store: Callable[..., None]) -> None:
+    """Store the rows of the longest gap of any stream: without an update, in one, and while
     paused."""
     engine = ours.served.engine
     master = random_model(ours.config, device, engine.model.dtype, seed=1)
@@ -371,40 +357,25 @@ def updates(ours: Side, device: torch.device) -> list[Row]:
         rows.append(Row(f"{name}: longest gap, {way}", "ms", statistics.median(longest)))
         say(f"longest gap, {way}: {', '.join(f'{ms:.1f}' for ms in longest)} ms")
     rows.append(Row(f"{name}: the update itself", "ms", statistics.median(seconds[1:]) * 1e3))
-    return rows
+    store(rows)
 
 
 def gap(ours: Side, act: Callable[[], None], seed: int) -> float:
     """Call `act` in mid-stream; return the seconds of the longest gap that ended after it began."""
     engine = ours.served.engine
-    answers: list[dict[str, Any] | Exception] = []
-
-    def ask() -> None:
-        try:
-            answers.append(
-                ours.ask(
-                    ours.served.url,
-                    ours.prompts(STREAMS, 64, seed),
-                    STREAMS,
-                    max_tokens=LONG[engine.model.device.type],
-                    **STREAMED,
-                )
-            )
-        except PeerFailed as error:
-            answers.append(error)
-
+    prompts = ours.prompts(STREAMS, 64, seed)
+    longest = LONG[engine.model.device.type]
     ours.forget()
-    clients = threading.Thread(target=ask)
     before = engine.stats().tokens
-    clients.start()
-    while clients.is_alive() and engine.stats().tokens < before + STREAMS * 32:
-        time.sleep(0.02)
-    began = time.perf_counter()
-    act()
-    clients.join()
-    answer = answers[0]
-    if isinstance(answer, Exception):
-        raise answer
+    with ThreadPoolExecutor(1) as clients:
+        asked = clients.submit(
+            ours.ask, ours.served.url, prompts, STREAMS, max_tokens=longest, **STREAMED
+        )
+        while not asked.done() and engine.stats().tokens < before + STREAMS * 32:
+            time.sleep(0.02)
+        began = time.perf_counter()
+        act()
+    answer = asked.result()
     check(answer)
     return max((seconds for seconds, end in answer["gaps"] if end > began), default=0.0)
 
@@ -415,40 +386,35 @@ def gap(ours: Side, act: Callable[[], None], seed: int) -> float:
 def measure(
     args: argparse.Namespace, format: str, folder: Path, store: Callable[..., None]
 ) -> bool:
+    """Measure all parts; return whether none failed."""
     with ExitStack() as stack:
         vllm = None
         if "vllm" in args.parts and args.peer == "vllm":
-            vllm = start_vllm(args, format, folder / f"vllm-{format}")
+            vllm = serve_vllm(args, format, folder / f"vllm-{format}")
             stack.callback(vllm.close)
         ours = stack.enter_context(side(args, format, folder / "ours"))
         warm(ours, ours.served.url)
-        complete = True
+        ran = []
         if vllm is not None:
-            with told("vLLM") as failed:
-                beside_vllm(ours, vllm, args, store)
-            complete &= not failed
+            ran.append(runs("vLLM", partial(beside_vllm, ours, vllm, args, store)))
             vllm.close()
         if "rollout" in args.parts:
             for batch, group in itertools.product(args.batches, GROUPS):
-                with told(f"{batch} rollouts") as failed:
-                    store([rollouts(ours, batch, group, args.rounds)])
-                complete &= not failed
+                act = partial(rollouts, ours, batch, group, args.rounds, store)
+                ran.append(runs(f"{batch} rollouts", act))
         if "update" in args.parts:
-            with told("updates") as failed:
-                store(updates(ours, args.device))
-            complete &= not failed
-    return complete
+            ran.append(runs("updates", partial(updates, ours, args.device, store)))
+    return all(ran)
 
 
-@contextmanager
-def told(part: str) -> Iterator[list[PeerFailed]]:
-    """Print why the part in this block failed, and add it to the list; other parts go on."""
-    failed: list[PeerFailed] = []
+def runs(part: str, act: Callable[[], None]) -> bool:
+    """Measure a part; print why where it fails, so that other parts go on. Return whether it ran."""
     try:
-        yield failed
+        act()
     except PeerFailed as error:
-        failed.append(error)
         say(f"{part}: not run ({error})")
+        return False
+    return True
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -477,8 +443,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parts=SomeOf(PARTS),
         device="auto",
         threads=1,
+        peer=OneOf(("vllm", "none"), "vllm"),
     )
-    add_options(parser, "vllm")
     args = parser.parse_args(argv)
     args.device = device_of(parser, args.device)
     on_gpu = args.device.type == "cuda"

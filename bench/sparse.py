@@ -19,35 +19,22 @@ picture of docs/results.md.
 from __future__ import annotations
 
 import json
-import math
-import statistics
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
+from statistics import fmean
 from typing import Any
 
 from bench import subject
-from bench.experiment import (
-    SUMMED,
-    Experiment,
-    alone,
-    by_arm,
-    ending_by,
-    made,
-    mean_of,
-    mean_over,
-    placed,
-    recorded,
-    spread,
-)
-from bench.harness import merged, print_table
+from bench.experiment import SUMMED, Experiment, Place, Runs, mean_of, mean_over, spread, table
+from bench.harness import print_table
 from lowroll.config import RunConfig
 from lowroll.envs.chain import Chain
 from lowroll.runs.assembly import environments
 from lowroll.runs.demo import CONFIG as DEMO
 from lowroll.runs.demo import build_model, reward_of
-from lowroll.runs.grpo import run
 
 MODEL: dict[str, Any] = {
     **DEMO,
@@ -105,34 +92,21 @@ BOUNDS = {"budget": 208, "buffer": 32}
 SNAPKV: dict[str, Any] = {"policy": "snapkv", **BOUNDS, "window": 32, "kernel": 3}
 RKV: dict[str, Any] = {**SNAPKV, "policy": "rkv", "mix": 0.5}
 
+
+def _arm(kv: dict[str, Any], correction: str, **changes: Any) -> dict[str, Any]:
+    return {"rollout": {"kv": kv}, "correction": correction, **changes}
+
+
 ARMS: dict[str, dict[str, Any]] = {
     "dense": {},
-    "rkv naive": {"rollout": {"kv": RKV}, "correction": "none", "force": True},
-    "rkv sparse-rl": {"rollout": {"kv": RKV}, "correction": "sparse"},
-    "rkv capped": {
-        "rollout": {"kv": RKV},
-        "correction": "sparse",
-        "loss": {"sparse": {"xi_cap": 1.5}},
-    },
-    "snapkv sparse-rl": {"rollout": {"kv": SNAPKV}, "correction": "sparse"},
-    "rkv replay": {
-        "rollout": {"kv": RKV},
-        "correction": "auto",
-        "train": {"replay_kv": True},
-    },
-    "rkv repair": {
-        "rollout": {"kv": RKV},
-        "correction": "sparse",
-        "loss": {"sparse": {"repair": "mask"}},
-    },
-    "fp8 cache": {
-        "rollout": {"kv": {"policy": "dense", "dtype": "fp8"}},
-        "correction": "auto",
-    },
-    "streaming sparse-rl": {
-        "rollout": {"kv": {"policy": "streaming", **BOUNDS}},
-        "correction": "sparse",
-    },
+    "rkv naive": _arm(RKV, "none", force=True),
+    "rkv sparse-rl": _arm(RKV, "sparse"),
+    "rkv capped": _arm(RKV, "sparse", loss={"sparse": {"xi_cap": 1.5}}),
+    "snapkv sparse-rl": _arm(SNAPKV, "sparse"),
+    "rkv replay": _arm(RKV, "auto", train={"replay_kv": True}),
+    "rkv repair": _arm(RKV, "sparse", loss={"sparse": {"repair": "mask"}}),
+    "fp8 cache": _arm({"policy": "dense", "dtype": "fp8"}, "auto"),
+    "streaming sparse-rl": _arm({"policy": "streaming", **BOUNDS}, "sparse"),
 }
 
 CURVES = (
@@ -152,18 +126,11 @@ FAMILIES = ("kv/", "correction/")  # all metrics of these names are stored too
 HELD_OUT = 256
 
 
-def settings(
-    arm: str, seed: int, steps: int, folder: Path, device: str, change: Mapping[str, Any]
-) -> RunConfig:
-    """Return the run of an arm and a seed, as a user's YAML file would say it."""
-    tree = merged(merged(SETTINGS, change), ARMS[arm])
-    return placed(tree, arm, seed, steps, folder, device)
-
-
-def warm_start(folder: Path, device: str, change: Mapping[str, Any]) -> dict[str, Any]:
+def warm_start(place: Place) -> dict[str, Any]:
     """Write the warm-started model as `folder/model`; return what is recorded of it, with its
     held-out rewards."""
-    cfg = settings("dense", 0, 10, folder, device, change)
+    folder = place.folder
+    cfg = EXPERIMENT.config("dense", 0, replace(place, steps=10))
     data = demonstrated(cfg, folder / "demonstrations.jsonl")
     cfg = cfg.model_copy(update={"sft": cfg.sft.model_copy(update={"data": str(data)})})
     untrained = build_model(folder / "untrained", 0, MODEL)
@@ -191,6 +158,10 @@ def demonstrated(cfg: RunConfig, path: Path) -> Path:
     return path
 
 
+def before(cfg: RunConfig, model: Path) -> dict[str, Any]:
+    return {"before": {"own": reward_of(cfg, model, "dense", count=HELD_OUT)}}
+
+
 def scores(cfg: RunConfig, dense: RunConfig, model: Path) -> dict[str, float]:
     """Return a model folder's held-out rewards: sampled and greedy with a dense cache, and sampled
     with the arm's own."""
@@ -201,72 +172,44 @@ def scores(cfg: RunConfig, dense: RunConfig, model: Path) -> dict[str, float]:
     }
 
 
-def train(
-    arm: str,
-    seed: int,
-    gpu: int,
-    *,
-    steps: int,
-    folder: Path,
-    device: str,
-    change: Mapping[str, Any],
-    until: float = math.inf,
-) -> dict[str, Any]:
-    """Run in a process of its own; return its curves and what the model reaches before and
-    after, with a dense cache and with the arm's own."""
-    began = time.monotonic()
-    cfg = settings(arm, seed, steps, folder, device, change)
-    dense = settings("dense", seed, steps, folder, device, change)
-    with alone(gpu, cfg):
-        before = reward_of(cfg, folder / "model", "dense", count=HELD_OUT)
-        with ending_by(until):
-            result = run(cfg, overwrite=True)
-        after = {} if result.signal else scores(cfg, dense, result.folder / "final")
-    curves = recorded(result.records, CURVES, FAMILIES)
-    return made(arm, seed, began, before={"own": before}, after=after, curves=curves)
-
-
-HEAD = (
-    "arm",
-    "runs",
-    "reward, last 10 steps",
-    "held out, dense cache",
-    "own cache, before",
-    "own cache, after",
-    "rejected",
-    "KL, first 10 steps",
-    "KL, last 10",
-    "entropy, last 10",
-    "tokens saved",
-)
 REJECTED = "correction/rejected_sequence_fraction"
 SAVED = "kv/saving_final"
 
 
-def summary(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a row of HEAD for each arm: means over its seeds, ranges in parentheses."""
-    rows: list[tuple[str, ...]] = []
-    for arm, own in by_arm(runs).items():
-        last = [mean_of(one, "reward/mean", -10) for one in own]
-        rows.append(
-            (
-                arm,
-                str(len(own)),
-                spread([value for value in last if value is not None]),
-                spread([one["after"]["dense"] for one in own]),
-                f"{statistics.fmean(one['before']['own'] for one in own):.3f}",
-                spread([one["after"]["own"] for one in own]),
-                mean_over(own, REJECTED, None, ".3f"),
-                mean_over(own, "mismatch/kl_k3", 10, ".1e"),
-                mean_over(own, "mismatch/kl_k3", -10, ".1e"),
-                mean_over(own, "policy/entropy", -10, ".4f"),
-                mean_over(own, SAVED, None, ".2f"),
-            )
-        )
-    return rows
+def _after(score: str) -> Callable[[Runs], str]:
+    return lambda runs: spread([one["after"][score] for one in runs])
 
 
-EXPERIMENT = Experiment("sparse", SETTINGS, ARMS, warm_start, train, slowest="rkv replay")
+def _last_rewards(runs: Runs) -> str:
+    means = [mean_of(one, "reward/mean", -10) for one in runs]
+    return spread([mean for mean in means if mean is not None])
+
+
+COLUMNS: dict[str, Callable[[Runs], str]] = {
+    "runs": lambda runs: str(len(runs)),
+    "reward, last 10 steps": _last_rewards,
+    "held out, dense cache": _after("dense"),
+    "own cache, before": lambda runs: f"{fmean(one['before']['own'] for one in runs):.3f}",
+    "own cache, after": _after("own"),
+    "rejected": mean_over(REJECTED, None, ".3f"),
+    "KL, first 10 steps": mean_over("mismatch/kl_k3", 10, ".1e"),
+    "KL, last 10": mean_over("mismatch/kl_k3", -10, ".1e"),
+    "entropy, last 10": mean_over("policy/entropy", -10, ".4f"),
+    "tokens saved": mean_over(SAVED, None, ".2f"),
+}
+HEAD = ("arm", *COLUMNS)
+summary = partial(table, COLUMNS)  # means over the seeds, ranges in parentheses
+EXPERIMENT = Experiment(
+    "sparse",
+    SETTINGS,
+    ARMS,
+    warm_start,
+    scores,
+    CURVES,
+    FAMILIES,
+    before=before,
+    slowest="rkv replay",
+)
 
 
 def main() -> None:

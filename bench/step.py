@@ -39,6 +39,7 @@ from bench.harness import (
     settle,
     synchronize,
 )
+from bench.samples import sample_of
 from bench.shapes import SHAPES, random_model
 from bench.targets import publishing
 from bench.work import Work
@@ -50,7 +51,7 @@ from lowroll.objectives.objective import select
 from lowroll.trainer import recompute
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.step import LearnSettings, PackedForward, learn
-from lowroll.types import Batch, Group, Prompt, Sample, Score
+from lowroll.types import Batch, Group, Score
 from lowroll.weights.publish import publish, quantize_base
 from lowroll.weights.sync.update import WeightUpdate
 
@@ -64,10 +65,7 @@ class Case:
     model: str
     weights: str
     rank: int | None = None  # of LoRA; None: all weights learn
-    prompts: int = 32
-    samples: int = 8
-    prompt_tokens: int = 256
-    new_tokens: int = 256
+    work: Work = Work(256)
     tokens_per_microbatch: int = 8192
 
     @property
@@ -120,14 +118,12 @@ class Loop:
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device, self.version = case, device, 0
         self.model = _learner(case, device)
-        rows = case.prompts * case.samples
-        cache = case.prompts * (case.prompt_tokens + 16) + rows * (case.new_tokens + 48)
         self.engine = Engine(
             self.model,
             weights=case.weights,
             dtype=self.model.dtype,
-            max_batch=rows,
-            cache_tokens=cache,
+            max_batch=case.work.batch,
+            cache_tokens=case.work.cache_tokens(),
             max_prefill_tokens=16384,
         )
         self.optimizer = Optimizer(
@@ -157,10 +153,9 @@ class Loop:
         return clock.seconds
 
     def _requests(self) -> list[Request]:
-        case, new = self.case, self.case.new_tokens
-        work = Work(case.prompts * case.samples, case.prompt_tokens, new, case.samples)
+        work = self.case.work
         return [
-            Request(ids, n=case.samples, seed=self.version, **work.asked(new))
+            Request(ids, n=work.copies, seed=self.version, **work.asked(work.new_tokens))
             for ids in work.prompts(self.model.spec.vocab_size, self.version)
         ]
 
@@ -179,25 +174,13 @@ def _count(token_ids: Sequence[int]) -> Score:
 
 
 def _batch(step: int, groups: Sequence[Group], scores: Sequence[Sequence[Score]]) -> Batch:
-    samples = []
-    for index, (group, marks) in enumerate(zip(groups, scores, strict=True)):
-        prompt = Prompt(str(index), "stub", [])
+    samples = [
+        sample_of(group.request.prompt_ids, rollout, advantage, index, score)
+        for index, (group, marks) in enumerate(zip(groups, scores, strict=True))
         for rollout, score, advantage in zip(
-            group.rollouts, marks, grpo([m.reward for m in marks]), strict=True
-        ):
-            samples.append(
-                Sample(
-                    prompt,
-                    group.request.prompt_ids,
-                    rollout,
-                    "",
-                    score,
-                    advantage,
-                    [1] * len(rollout.token_ids),
-                    index,
-                    score.reward,
-                )
-            )
+            group.rollouts, marks, grpo([mark.reward for mark in marks]), strict=True
+        )
+    ]
     return Batch(step, samples, temperature=1.0)
 
 
@@ -210,7 +193,7 @@ def step_rows(case: Case, device: torch.device, steps: int) -> list[Row]:
         Row(f"{case.name}: {part}", "s", statistics.median(seconds[part] for seconds in taken))
         for part in PARTS
     ]
-    tokens = case.prompts * case.samples * case.new_tokens
+    tokens = case.work.tokens
     return [
         *rows,
         Row(f"{case.name}: whole step", "s", whole),

@@ -6,25 +6,24 @@ and `docs/tables.py` prints a line for each target, with the reasons of the rows
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from bench.harness import Goal, Row
 from bench.work import APART, FILTERS, MACHETE, SAMPLINGS, Work
 
-Bounds = tuple[float | None, ...]
+Bounds = tuple[float | None, float | None]  # must and aim
+NONE: Bounds = (None, None)
 
 
 @dataclass(frozen=True)
 class Target:
-    """`rows` are names of rows in `file`; `must` and `aim` have one entry for each, None where
+    """rows: by the name of each row in `file`, what it must reach and what is hoped for, None where
     nothing is promised."""
 
     quantity: str
     file: str
-    rows: tuple[str, ...]
-    must: tuple[float | None, ...]
-    aim: tuple[float | None, ...]
+    rows: Mapping[str, Bounds]
     goal: Goal = "ratio at least"
 
 
@@ -130,166 +129,147 @@ SHORT, LONG = (named(SEVEN, "fp8", work.title) for work in APART["fp8"])
 (FOUR,) = (named(SEVEN, "nvfp4", work.title, codes=True) for work in APART["nvfp4"])
 
 
-def _rollouts(
-    model: str, format: str, must: Bounds, aim: Bounds, batches: tuple[int, ...] = (1, 64, 256)
-) -> Target:
-    sizes = " / ".join(map(str, batches))
-    rows = tuple(rollout(batch_of(model, format, batch)) for batch in batches)
+def _rollouts(model: str, format: str, bounds: Mapping[int, Bounds]) -> Target:
+    """Return the target of rollouts over vLLM's. bounds: by the batch."""
+    rows = {rollout(batch_of(model, format, batch)): own for batch, own in bounds.items()}
+    sizes = " / ".join(map(str, bounds))
     what = f"{model} {format} rollout over vLLM with log-probs, B = {sizes}"
-    return Target(what, "decode", rows, must, aim)
+    return Target(what, "decode", rows)
 
 
-def _codes(model: str, family: str, must: Bounds, aim: Bounds) -> Target:
+def _codes(model: str, family: str, bounds: Mapping[int, Bounds]) -> Target:
     other = "" if family == "nvfp4" else over_family(family)
-    rows = [rollout(batch_of(model, "nvfp4", batch, codes=True)) + other for batch in (64, 256)]
+    rows = {
+        rollout(batch_of(model, "nvfp4", batch, codes=True)) + other: own
+        for batch, own in bounds.items()
+    }
     theirs = other.removeprefix(" over ") or family
     what = f"{model} nvfp4 rollout from codes over vLLM's {theirs}, B = 64 / 256"
-    return Target(what, "decode", tuple(rows), must, aim)
+    return Target(what, "decode", rows)
 
 
 def _caches(weights: str) -> tuple[Target, ...]:
     what = (SEVEN, weights)
-    points = ((64, 4096), (256, 4096), (64, 16384))
     return (
         Target(
             f"qwen2.5-7b {weights}, ms a decode step with rkv (512 + 128) over dense, 4k B = 64 / "
             f"256, 16k B = 64",
             "kv",
-            tuple(over_dense(*what, "rkv", *point) for point in points),
-            (1.25, 1.25, 3.0),
-            (1.6, 1.6, 4.5),
+            {
+                over_dense(*what, "rkv", 64, 4096): (1.25, 1.6),
+                over_dense(*what, "rkv", 256, 4096): (1.25, 1.6),
+                over_dense(*what, "rkv", 64, 16384): (3.0, 4.5),
+            },
         ),
         Target(
             f"qwen2.5-7b {weights}, rkv's compactions, share of decoding, B = 64 / 256",
             "kv",
-            tuple(compacting(*what, "rkv", batch) for batch in (64, 256)),
-            (0.05, 0.05),
-            (None, None),
+            {compacting(*what, "rkv", batch): (0.05, None) for batch in (64, 256)},
             "ours at most",
         ),
         Target(
             f"qwen2.5-7b {weights}, ms a decode step with an fp8 cache over bf16, 16k B = 64",
             "kv",
-            (over_dense(*what, "fp8", 64, 16384),),
-            (1.4,),
-            (1.7,),
+            {over_dense(*what, "fp8", 64, 16384): (1.4, 1.7)},
         ),
         Target(
             f"qwen2.5-7b {weights}, tokens/s at the largest batch with rkv over dense, 16k",
             "kv",
-            (fullest(*what, "rkv", 16384),),
-            (4.0,),
-            (None,),
+            {fullest(*what, "rkv", 16384): (4.0, None)},
         ),
     )
 
 
 def _beside_vllm(what: str) -> Target:
     at = " / ".join(map(str, CONCURRENCY))
-    rows = tuple(over_vllm_server(SEVEN, "bf16", c, what) for c in CONCURRENCY)
+    rows: dict[str, Bounds] = {
+        over_vllm_server(SEVEN, "bf16", c, what): (1.0, None) for c in CONCURRENCY
+    }
     name = f"qwen2.5-7b bf16, {what}, over vLLM's server, {at} requests at a time"
-    return Target(name, "server", rows, (1.0,) * 4, (None,) * 4)
+    return Target(name, "server", rows)
 
 
 TARGETS: tuple[Target, ...] = (
-    _rollouts("qwen2.5-7b", "bf16", (1.15, 1.1, 1.25), (1.3, 1.3, 1.4)),
-    _rollouts("qwen2.5-7b", "fp8", (1.1, 1.1, 1.3), (1.4, 1.4, 1.5)),
-    _rollouts("qwen2.5-7b", "int8", (1.1, 1.1, 1.3), (1.4, 1.4, 1.8)),
-    _rollouts("qwen2.5-7b", "nvfp4", (1.2, 1.2, 1.4), (2.0, 1.5, 2.2)),
-    _rollouts("qwen2.5-32b", "nvfp4", (1.2, 1.2, 1.4), (2.0, 1.5, 2.2)),
-    _rollouts("qwen2.5-1.5b", "bf16", (1.3,), (1.8,), (64,)),
-    _rollouts("smollm2-135m", "bf16", (None, None, 1.5), (None, None, 2.0), (1, 64, 512)),
-    _rollouts("qwen3-30b-a3b", "bf16", (None,) * 2, (None,) * 2, (1, 64)),
-    _rollouts("qwen3-30b-a3b", "fp8", (None,) * 3, (None,) * 3),
-    _rollouts("qwen3-30b-a3b", "nvfp4", (None,) * 3, (None,) * 3),
+    _rollouts("qwen2.5-7b", "bf16", {1: (1.15, 1.3), 64: (1.1, 1.3), 256: (1.25, 1.4)}),
+    _rollouts("qwen2.5-7b", "fp8", {1: (1.1, 1.4), 64: (1.1, 1.4), 256: (1.3, 1.5)}),
+    _rollouts("qwen2.5-7b", "int8", {1: (1.1, 1.4), 64: (1.1, 1.4), 256: (1.3, 1.8)}),
+    _rollouts("qwen2.5-7b", "nvfp4", {1: (1.2, 2.0), 64: (1.2, 1.5), 256: (1.4, 2.2)}),
+    _rollouts("qwen2.5-32b", "nvfp4", {1: (1.2, 2.0), 64: (1.2, 1.5), 256: (1.4, 2.2)}),
+    _rollouts("qwen2.5-1.5b", "bf16", {64: (1.3, 1.8)}),
+    _rollouts("smollm2-135m", "bf16", {1: NONE, 64: NONE, 512: (1.5, 2.0)}),
+    _rollouts("qwen3-30b-a3b", "bf16", {1: NONE, 64: NONE}),
+    _rollouts("qwen3-30b-a3b", "fp8", {1: NONE, 64: NONE, 256: NONE}),
+    _rollouts("qwen3-30b-a3b", "nvfp4", {1: NONE, 64: NONE, 256: NONE}),
     Target(
         "qwen2.5-7b bf16 rollout with top-p 0.95 and top-k 50 over vLLM, B = 64 / 256",
         "decode",
-        (rollout(FILTERED[0]), rollout(FILTERED_256)),
-        (1.1, 1.2),
-        (1.15, 1.3),
+        {rollout(FILTERED[0]): (1.1, 1.15), rollout(FILTERED_256): (1.2, 1.3)},
     ),
     Target(
         "qwen2.5-7b bf16 rollout over our own plain sampling, B = 64: with top-p and top-k, and "
         "with these and min-p / repetition penalty / min_tokens / stop ids",
         "decode",
-        tuple(map(over_plain, FILTERED)),
-        (0.95,) * 5,
-        (0.98,) * 5,
+        {over_plain(work): (0.95, 0.98) for work in FILTERED},
     ),
     Target(
         "qwen2.5-7b fp8, 128 different prompts of 1,024, 128 new tokens, over vLLM",
         "decode",
-        (rollout(SHORT),),
-        (1.1,),
-        (1.25,),
+        {rollout(SHORT): (1.1, 1.25)},
     ),
     Target(
         "qwen2.5-7b fp8, 32 different prompts of 4,096, 256 new tokens, over vLLM: prefill / a "
         "decode step",
         "decode",
-        (prefill(LONG), decoding(LONG)),
-        (1.05, 1.25),
-        (1.15, 1.4),
+        {prefill(LONG): (1.05, 1.15), decoding(LONG): (1.25, 1.4)},
     ),
     Target(
         "qwen2.5-7b nvfp4, 64 different prompts of 4,096, 256 new tokens, over vLLM: a decode step",
         "decode",
-        (decoding(FOUR),),
-        (1.25,),
-        (1.5,),
+        {decoding(FOUR): (1.25, 1.5)},
     ),
-    _codes("qwen2.5-7b", "nvfp4", (1.25, 1.5), (1.4, 1.8)),
-    _codes("qwen2.5-7b", MACHETE, (1.1, 1.1), (None, None)),
-    _codes("qwen2.5-32b", "nvfp4", (1.2, 1.4), (1.4, 1.8)),
+    _codes("qwen2.5-7b", "nvfp4", {64: (1.25, 1.4), 256: (1.5, 1.8)}),
+    _codes("qwen2.5-7b", MACHETE, {64: (1.1, None), 256: (1.1, None)}),
+    _codes("qwen2.5-32b", "nvfp4", {64: (1.2, 1.4), 256: (1.4, 1.8)}),
     Target(
         "qwen2.5-32b nvfp4 from codes, memory in all with the cache of 256 rows, GB",
         "decode",
-        (memory(named("qwen2.5-32b", "nvfp4", "", codes=True)),),
-        (80.0,),
-        (None,),
+        {memory(named("qwen2.5-32b", "nvfp4", "", codes=True)): (80.0, None)},
         "ours at most",
     ),
     Target(
         "qwen2.5-7b, ms to the first token of one prompt of 256 tokens, bf16 / fp8 / nvfp4",
         "decode",
-        tuple(
-            first_answer(named(SEVEN, format, "B=1", codes=format == "nvfp4"))
+        {
+            first_answer(named(SEVEN, format, "B=1", codes=format == "nvfp4")): (12.0, 8.0)
             for format in ("bf16", "fp8", "nvfp4")
-        ),
-        (12.0,) * 3,
-        (8.0,) * 3,
+        },
         "ours at most",
     ),
     Target(
         "qwen2.5-7b bf16 decode, fraction of the measured bandwidth roofline, B = 1 / 64 / 256",
         "decode",
-        tuple(roof(batch_of(SEVEN, "bf16", batch)) for batch in (1, 64, 256)),
-        (0.7, 0.6, 0.6),
-        (0.82, 0.8, 0.8),
+        {
+            roof(batch_of(SEVEN, "bf16", 1)): (0.7, 0.82),
+            roof(batch_of(SEVEN, "bf16", 64)): (0.6, 0.8),
+            roof(batch_of(SEVEN, "bf16", 256)): (0.6, 0.8),
+        },
         "ours at least",
     ),
     Target(
         "qwen2.5-7b bf16, seconds from Engine(folder) to the first token",
         "decode",
-        (first_token(SEVEN, "bf16"),),
-        (20.0,),
-        (8.0,),
+        {first_token(SEVEN, "bf16"): (20.0, 8.0)},
         "ours at most",
     ),
     Target(
         "qwen2.5-7b nvfp4 with fp8 bulk over own bf16, log-normal lengths, GSM8K- / MATH-like",
         "decode",
-        (adaptive(SEVEN, "gsm8k-like"), adaptive(SEVEN, "math-like")),
-        (1.4, 1.4),
-        (1.6, 1.6),
+        {adaptive(SEVEN, "gsm8k-like"): (1.4, 1.6), adaptive(SEVEN, "math-like"): (1.4, 1.6)},
     ),
     Target(
         "qwen2.5-7b publish bf16 to fp8 in place, ms",
         "step",
-        (publishing(SEVEN, "fp8"),),
-        (30.0,),
-        (8.0,),
+        {publishing(SEVEN, "fp8"): (30.0, 8.0)},
         "ours at most",
     ),
     *_caches("bf16"),
@@ -298,9 +278,7 @@ TARGETS: tuple[Target, ...] = (
         "qwen2.5-7b bf16, rollouts over the server over those in process, n = 1: B = 64 / 256, "
         "n = 8: B = 64 / 256",
         "server",
-        tuple(through_server(SEVEN, "bf16", *case) for case in SERVED),
-        (0.9,) * 4,
-        (1.0,) * 4,
+        {through_server(SEVEN, "bf16", *case): (0.9, 1.0) for case in SERVED},
     ),
     _beside_vllm("requests a second"),
     _beside_vllm("time to first token"),
@@ -310,9 +288,7 @@ TARGETS: tuple[Target, ...] = (
 
 def aimed(rows: Iterable[Row]) -> list[Row]:
     wanted = {
-        name: (must, aim, target.goal)
-        for target in TARGETS
-        for name, must, aim in zip(target.rows, target.must, target.aim, strict=True)
+        name: (*bounds, target.goal) for target in TARGETS for name, bounds in target.rows.items()
     }
     found = []
     for row in rows:

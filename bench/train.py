@@ -46,6 +46,7 @@ from bench.shapes import SHAPES, random_model
 from lowroll.model import lora
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.objective import select
+from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.trainer import recompute
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.step import LearnSettings, learn
@@ -55,6 +56,7 @@ from lowroll.weights import aligned_forward
 RANK, ALPHA, RATE = 16, 32, 1e-5
 STEPS = 3  # timed steps of a turn
 Bounds = tuple[float | None, float | None]  # must and aim
+NONE: Bounds = (None, None)
 Build = Callable[[], Callable[[], object]]  # a side's step
 
 
@@ -73,6 +75,8 @@ class Job:
     checkpointing: bool | float = False  # ours: `trainer.recompute.apply`
     logprob_chunk: int = 1024
     fp8: bool = False  # ours: forward and input gradients by products of e4m3 codes
+    must: Bounds = NONE  # of the speed over the peer's
+    must_fp8: Bounds = NONE  # tokens/s
 
     @property
     def tokens(self) -> int:
@@ -85,12 +89,24 @@ class Job:
 
 
 JOBS = {
-    "qwen2.5-1.5b": Job("qwen2.5-1.5b", SHAPES["qwen2.5-1.5b"], lora=False, logprob_chunk=4096),
-    "qwen2.5-7b": Job("qwen2.5-7b", SHAPES["qwen2.5-7b"], lora=True, checkpointing=0.15),
+    "qwen2.5-1.5b": Job(
+        "qwen2.5-1.5b",
+        SHAPES["qwen2.5-1.5b"],
+        lora=False,
+        logprob_chunk=4096,
+        must=(1.3, 1.6),
+        must_fp8=(56e3, 60e3),
+    ),
+    "qwen2.5-7b": Job(
+        "qwen2.5-7b",
+        SHAPES["qwen2.5-7b"],
+        lora=True,
+        checkpointing=0.15,
+        must=(1.4, 2.0),
+        must_fp8=(21e3, 24e3),
+    ),
 }
-MUST = {"qwen2.5-1.5b": (1.3, 1.6), "qwen2.5-7b": (1.4, 2.0)}  # (must, aim) of the speed
 MUST_MEMORY = (0.6, 0.4)
-MUST_FP8 = {"qwen2.5-1.5b": (56e3, 60e3), "qwen2.5-7b": (21e3, 24e3)}  # tokens/s
 
 
 @dataclass(frozen=True)
@@ -139,10 +155,14 @@ def peer_model(job: Job, dtype: torch.dtype, checkpointing: bool, device: Any) -
     config = AutoConfig.for_model(**plain)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    model.train()
+    return adapted(model.train(), job.lora, checkpointing)
+
+
+def adapted(model: Any, is_lora: bool, checkpointing: bool) -> Any:
+    """Return transformers' model with gradient checkpointing and PEFT's adapter, where asked for."""
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if not job.lora:
+    if not is_lora:
         return model
     from peft import LoraConfig, get_peft_model
 
@@ -155,12 +175,20 @@ def peer_model(job: Job, dtype: torch.dtype, checkpointing: bool, device: Any) -
 
 def ours(job: Job) -> Callable[[], object]:
     model = recompute.apply(learner(job), job.checkpointing)
-    optimizer = Optimizer(model.trainable_parameters(), OptimSettings(learning_rate=RATE))
+    return step_of(job, model, job.tokens)
+
+
+def step_of(
+    job: Job, model: Transformer, microbatch: int, ranks: Ranks = ALONE
+) -> Callable[[], object]:
+    """Return a call that makes one update of a model in micro-batches of so many tokens."""
+    optim = OptimSettings(learning_rate=RATE)
+    optimizer = Optimizer(model.trainable_parameters(), optim, ranks=ranks)
     settings = LearnSettings(
-        select("grpo"), tokens_per_microbatch=job.tokens, logprob_chunk=job.logprob_chunk
+        select("grpo"), tokens_per_microbatch=microbatch, logprob_chunk=job.logprob_chunk
     )
-    steps = batch(job)
-    return lambda: learn(model, steps, optimizer, settings)
+    work = batch(job)
+    return lambda: learn(model, work, optimizer, settings)
 
 
 def peer(job: Job, setting: PeerSetting) -> Callable[[], object]:
@@ -206,96 +234,75 @@ def fitting(job: Job) -> dict[PeerSetting, Turn]:
     return found
 
 
-def turns(job: Job, builds: Mapping[str, Build], rounds: int, steps: int) -> dict[str, list[Turn]]:
-    sides = {
-        side: partial(turn, build, steps, job.device == "cuda") for side, build in builds.items()
-    }
-    return in_turns(sides, rounds, title=f"{job.title}, ")
-
-
-def compare(
-    job: Job,
-    rounds: int,
-    must: Bounds,
-    steps: int = STEPS,
-    must_fp8: Bounds = (None, None),
-) -> list[Row]:
-    """Run all sides in turns; return the rows of speed and, on CUDA, of memory."""
-    tried = fitting(job)
-    fastest = min(tried, key=lambda s: tried[s].seconds)
-    builds = ours_both(job) | {"peer": partial(peer, job, fastest)}
-    sides = turns(job, builds, rounds, steps)
+def compare(job: Job, rounds: int, steps: int = STEPS, with_peer: bool = True) -> list[Row]:
+    """Run all sides in turns, or ours alone; return the rows of speed and, on CUDA, of memory."""
+    tried = fitting(job) if with_peer else {}
+    builds = {"ours": partial(ours, job), "fp8": partial(ours, replace(job, fp8=True))}
+    if with_peer:
+        fastest = min(tried, key=lambda s: tried[s].seconds)
+        builds["peer"] = partial(peer, job, fastest)
+    on_cuda = job.device == "cuda"
+    turns = {side: partial(turn, build, steps, on_cuda) for side, build in builds.items()}
+    sides = in_turns(turns, rounds, title=f"{job.title}, ")
     seconds = {side: [t.seconds for t in found] for side, found in sides.items()}
-    whose = f"transformers{' + PEFT' if job.lora else ''} ({fastest})"
-    rows = [
-        speed_row(
-            f"{job.title}: {whose}",
-            job.tokens,
-            "tokens/s",
-            seconds["ours"],
-            seconds["peer"],
-            *must,
-        ),
-        low_bit(job, seconds, must_fp8),
-    ]
-    if job.device != "cuda":
+    rows = [low_bit(job, seconds)]
+    if not with_peer:
         return rows
-    peak = max(t.bytes for t in sides["ours"])
-
-    def memory(setting: PeerSetting, what: str, must: Bounds) -> Row:
-        theirs = tried[setting].bytes
-        return Row(
-            f"{job.title}: peak memory, ours / the peer's {what}",
-            "GiB",
-            peak / 2**30,
-            theirs / 2**30,
-            peak / theirs,
-            None,
-            *must,
-            goal="ratio at most",
-            note=f"the peer: {setting}",
-        )
-
-    rows.append(memory(fastest, "at that speed", MUST_MEMORY))
-    if whole := [setting for setting in tried if setting.pieces == 1]:
-        rows.append(memory(min(whole, key=lambda s: tried[s].bytes), "least", (None, None)))
+    name = f"{job.title}: transformers{' + PEFT' if job.lora else ''} ({fastest})"
+    speeds = seconds["ours"], seconds["peer"]
+    rows.insert(0, speed_row(name, job.tokens, "tokens/s", *speeds, *job.must))
+    if on_cuda:
+        peak = max(t.bytes for t in sides["ours"])
+        rows.append(memory(job, peak, "at that speed", fastest, tried, MUST_MEMORY))
+        if whole := [setting for setting in tried if setting.pieces == 1]:
+            least = min(whole, key=lambda s: tried[s].bytes)
+            rows.append(memory(job, peak, "least", least, tried, NONE))
     return rows
 
 
-def ours_both(job: Job) -> dict[str, Build]:
-    return {"ours": partial(ours, job), "fp8": partial(ours, replace(job, fp8=True))}
+def memory(
+    job: Job,
+    peak: int,
+    what: str,
+    setting: PeerSetting,
+    tried: Mapping[PeerSetting, Turn],
+    bounds: Bounds,
+) -> Row:
+    """Return the row of our peak of memory beside the peer's in a setting."""
+    theirs = tried[setting].bytes
+    return Row(
+        f"{job.title}: peak memory, ours / the peer's {what}",
+        "GiB",
+        peak / 2**30,
+        theirs / 2**30,
+        peak / theirs,
+        None,
+        *bounds,
+        goal="ratio at most",
+        note=f"the peer: {setting}",
+    )
 
 
-def ours_alone(job: Job, rounds: int, steps: int, must: Bounds) -> list[Row]:
-    """Return the row of ours in fp8 and dense in turns."""
-    sides = turns(job, ours_both(job), rounds, steps)
-    return [low_bit(job, {side: [t.seconds for t in found] for side, found in sides.items()}, must)]
-
-
-def low_bit(job: Job, seconds: Mapping[str, list[float]], must: Bounds) -> Row:
+def low_bit(job: Job, seconds: Mapping[str, list[float]]) -> Row:
     row = speed_row(
         f"{job.title}: forward and input gradients in fp8 / {str(job.dtype)[6:]}",
         job.tokens,
         "tokens/s",
         seconds["fp8"],
         seconds["ours"],
-        *must,
+        *job.must_fp8,
     )
     return replace(row, goal="ours at least")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of(__doc__, models=SomeOf(JOBS), rounds=3, steps=STEPS)
-    parser.add_argument("--no-peer", action="store_true", help="ours in fp8 and dense alone")
+    parser = parser_of(__doc__, models=SomeOf(JOBS), rounds=3, steps=STEPS, no_peer=False)
     args = parser.parse_args(argv)
     rows: list[Row] = []
     for name in args.models:
         job = JOBS[name]
         _, args.out = settle(parser, job.device, args.out)
-        if args.no_peer:
-            rows += ours_alone(job, args.rounds, args.steps, MUST_FP8[name])
-        else:
-            rows += compare(job, args.rounds, MUST[name], args.steps, MUST_FP8[name])
+        rows += compare(job, args.rounds, args.steps, with_peer=not args.no_peer)
     settings = {"rounds": args.rounds, "steps": args.steps, "length": 2048}
     return finish("Training", "train", rows, args.out, **settings)
 

@@ -13,22 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bench import roofline
+from bench import roofline, targets
 from bench.harness import Row, less_row, say, seconds_of, speed_row
 from bench.rivals import fastest
 from bench.roofline import step_bytes
 from bench.shapes import SHAPES
-from bench.targets import (
-    aimed,
-    decoding,
-    first_answer,
-    named,
-    over_family,
-    over_plain,
-    prefill,
-    rollout,
-    roof,
-)
 from bench.work import PLAIN, Work
 from lowroll import Engine, Group, Request
 
@@ -193,7 +182,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        return named(self.model, self.format, self.work.title, self.codes)
+        return targets.named(self.model, self.format, self.work.title, self.codes)
 
 
 def rows_of(case: Case, held: Mapping[str, Found]) -> list[Row]:
@@ -206,7 +195,7 @@ def rows_of(case: Case, held: Mapping[str, Found]) -> list[Row]:
         rows.append(_over_plain(case, found))
     if case.touched is not None:
         rows.append(_experts(case, bool(found.families)))
-    return aimed(
+    return targets.aimed(
         replace(row, note="; ".join(filter(None, (row.note, *case.notes)))) for row in rows
     )
 
@@ -220,7 +209,7 @@ def _against(case: Case, found: Found, family: str) -> list[Row]:
         for other, seconds in found.tried.items()
         if found.families[other] == family
     ]
-    over = "" if family == case.format else over_family(family)
+    over = "" if family == case.format else targets.over_family(family)
     return [
         replace(row, name=row.name + over, against=name or "", note="; ".join(tried))
         for row in _kinds(case, ours, peer)
@@ -236,28 +225,30 @@ def _kinds(case: Case, ours: Times, peer: Times | None) -> list[Row]:
 
     if work.is_first:
         theirs = None if peer is None else statistics.median(peer.whole) * 1e3
-        return [less_row(first_answer(name), "ms", statistics.median(ours.whole) * 1e3, theirs)]
+        return [
+            less_row(targets.first_answer(name), "ms", statistics.median(ours.whole) * 1e3, theirs)
+        ]
     step, other = ours.step_ms(new), None if peer is None else peer.step_ms(new)
     rows = [
-        speed(rollout(name), work.batch * new, "whole"),
-        less_row(decoding(name), "ms", step, other),
+        speed(targets.rollout(name), work.batch * new, "whole"),
+        less_row(targets.decoding(name), "ms", step, other),
     ]
     if work.is_apart:
-        rows.append(speed(prefill(name), work.batch * work.prompt_tokens, "first"))
+        rows.append(speed(targets.prefill(name), work.batch * work.prompt_tokens, "first"))
     if work.is_step:
         context = work.prompt_tokens + new / 2
         num_bytes = step_bytes(SHAPES[case.model], case.format, work.batch, context, case.touched)
         ideal = num_bytes / case.read * 1e3
         theirs_share = None if other is None else ideal / other
         ratio = None if other is None else other / step
-        rows.append(Row(roof(name), "fraction", ideal / step, theirs_share, ratio))
+        rows.append(Row(targets.roof(name), "fraction", ideal / step, theirs_share, ratio))
     return rows
 
 
 def _over_plain(case: Case, found: Found) -> Row:
     tokens = case.work.batch * case.work.new_tokens
     ours, plain = (found.times[side].whole for side in (OURS, OWN_PLAIN))
-    row = speed_row(over_plain(case.name), tokens, "tokens/s", ours, plain)
+    row = speed_row(targets.over_plain(case.name), tokens, "tokens/s", ours, plain)
     return replace(row, against=OWN_PLAIN)
 
 

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 from urllib.request import ProxyHandler, build_opener
 
-from bench.peer import PeerFailed, vllm_environment
+from bench.peer import PeerFailed, vllm_environment, vllm_python
 from bench.vllm_worker import config
+from lowroll.checkpoint.logfile import last_error
 from lowroll.runs.roles.local import reserve_port
 
 START_S = 300.0
@@ -29,7 +30,7 @@ _OPENER = build_opener(ProxyHandler({}))  # for our own child, whatever http_pro
 class VllmServer:
     """Started when it is made; `wait` until it answers; `close` ends it and its children."""
 
-    def __init__(self, settings: dict[str, Any], python: str, path: str | None) -> None:
+    def __init__(self, settings: dict[str, Any]) -> None:
         """settings: folder (with a tokenizer), name, shape, format, batch, length, cache_bytes,
         memory_fraction, device."""
         folder = Path(settings["folder"])
@@ -42,9 +43,9 @@ class VllmServer:
         self.url = f"http://127.0.0.1:{port}"
         self.log = folder / "vllm.log"
         self._began = time.perf_counter()
-        command = [python, "-P", "-m", "vllm.entrypoints.openai.api_server"]
+        command = [vllm_python(), "-P", "-m", "vllm.entrypoints.openai.api_server"]
         command += arguments(settings, port)
-        env = environment(path, settings["device"])
+        env = environment(settings["device"])
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=env, start_new_session=True
@@ -55,13 +56,15 @@ class VllmServer:
         until = time.monotonic() + deadline_s
         while time.monotonic() < until:
             if self._process.poll() is not None:
-                raise PeerFailed(f"it ended with {self._process.returncode}; {self.last_words()}")
+                raise PeerFailed(
+                    f"it ended with {self._process.returncode}; {last_error(self.log)}"
+                )
             try:
                 self._get("/health")
                 return time.perf_counter() - self._began
             except (OSError, http.client.HTTPException):
                 time.sleep(0.2)
-        raise PeerFailed(f"no answer within {deadline_s:g} s of its start; {self.last_words()}")
+        raise PeerFailed(f"no answer within {deadline_s:g} s of its start; {last_error(self.log)}")
 
     @property
     def version(self) -> str:
@@ -70,11 +73,6 @@ class VllmServer:
     def _get(self, path: str) -> bytes:
         with _OPENER.open(f"{self.url}{path}", timeout=5.0) as answer:
             return bytes(answer.read())
-
-    def last_words(self) -> str:
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        wrong = [line for line in lines if "Error" in line]
-        return f"its last words: {' | '.join((wrong or lines)[-4:])[-800:]}"
 
     def close(self) -> None:
         self._held.close()
@@ -110,10 +108,10 @@ def arguments(settings: dict[str, Any], port: int) -> list[str]:
     return said
 
 
-def environment(path: str | None, device: str) -> dict[str, str]:
+def environment(device: str) -> dict[str, str]:
     """Return the environment of its process. On a CPU its cache has one GB."""
     on_cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    said = vllm_environment(path, **on_cpu)
-    if path is None and device == "cpu":
+    said = vllm_environment(**on_cpu)
+    if device == "cpu" and not os.environ.get("LOWROLL_VLLM_PATH"):
         said.pop("PYTHONPATH", None)
     return said

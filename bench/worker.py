@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +19,7 @@ from typing import Any
 
 POLL_S = 0.1  # seconds between two looks at a GPU's memory
 Say = Callable[[Mapping[str, Any]], None]
+Answer = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
 def channel() -> tuple[dict[str, Any], Say]:
@@ -39,6 +41,15 @@ def orders() -> Iterator[dict[str, Any]]:
     return map(json.loads, sys.stdin)
 
 
+def serve(make: Callable[[dict[str, Any]], tuple[Mapping[str, Any], Answer]]) -> None:
+    """Make a worker of the settings, say what it says of itself, and answer every order."""
+    settings, say = channel()
+    ready, answer = make(settings)
+    say(ready)
+    for order in orders():
+        say(answer(order))
+
+
 def end_with_input() -> None:
     """End this process when its input ends, for a worker that reads no orders."""
 
@@ -48,6 +59,13 @@ def end_with_input() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def timed(run: Callable[[], object]) -> dict[str, float]:
+    """Return the seconds of a call, by the clock and by the processor."""
+    began, spent = time.perf_counter(), time.process_time()
+    run()
+    return {"seconds": time.perf_counter() - began, "cpu": time.process_time() - spent}
 
 
 def resident(field: str, pid: int | str = "self") -> int:

@@ -412,7 +412,11 @@ def targets() -> str:
     records = {name: _stored(name) for name in ON_GPU}
     found = {name: {row.name: row for row in _rows(record)} for name, record in records.items()}
     lines = [
-        _target(t.quantity, [found[t.file].get(name) for name in t.rows], t.must, t.aim)
+        _target(
+            t.quantity,
+            [found[t.file].get(name) for name in t.rows],
+            *zip(*t.rows.values(), strict=True),
+        )
         for t in TARGETS
     ]
     named = {name for target in TARGETS for name in target.rows}

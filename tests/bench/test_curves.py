@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from functools import partial
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import pytest
 
 from bench import claims, curves, subject
 from bench.claims import CLAIMS, Claim
-from bench.experiment import is_whole
+from bench.experiment import Place, is_whole
 
 CORRECTIONS = {"naive": "is", "tis": "tis", "acr": "acr", "tbpo": "tbpo", "noise": "acr"}
 LORA_CORRECTIONS = {"bf16 lora": "none", "nvfp4 lora": "tis", "nvfp4 lora noise": "acr"}
@@ -23,8 +23,8 @@ LORA_CORRECTIONS = {"bf16 lora": "none", "nvfp4 lora": "tis", "nvfp4 lora noise"
 
 @pytest.mark.parametrize("arm", curves.ARMS)
 def test_an_arm_changes_what_its_name_says_and_nothing_else(arm: str, tmp_path: Path) -> None:
-    change = {"train": {"warmup_steps": 1}}
-    cfg = curves.settings(arm, 3, 150, tmp_path, "cpu", change)
+    place = Place(150, tmp_path, "cpu", {"train": {"warmup_steps": 1}})
+    cfg = curves.EXPERIMENT.config(arm, 3, place)
     format, *words = arm.split()
     assert cfg.rollout.weights == format and (cfg.noise is not None) == ("noise" in words)
     assert (cfg.train.forward == "aligned") == ("aligned" in words)
@@ -32,7 +32,7 @@ def test_an_arm_changes_what_its_name_says_and_nothing_else(arm: str, tmp_path: 
     assert cfg.train.lora == ("lora" in words)
     wanted = [CORRECTIONS[word] for word in words if word in CORRECTIONS] or ["none"]
     assert cfg.correction == LORA_CORRECTIONS.get(arm, wanted[0])
-    plain = curves.settings("bf16", 3, 150, tmp_path, "cpu", change)
+    plain = curves.EXPERIMENT.config("bf16", 3, place)
     same = ("seed", "env", "batch_size", "rollouts_per_example", "sft", "dtype", "model")
     assert [getattr(cfg, name) for name in same] == [getattr(plain, name) for name in same]
     assert cfg.train.warmup_steps == 1 and cfg.train.minibatches >= 2
@@ -167,16 +167,18 @@ def test_the_whole_experiment_runs_at_a_reduced_scale(
         "train": {"minibatches": 1, "warmup_steps": 0},
         "sft": {"steps": 1, "batch_size": 1, "num_examples": 1, "warmup_steps": 0},
     }
-    before = curves.EXPERIMENT.warm_started(tmp_path, "cpu", change)
+    place = Place(1, tmp_path, "cpu", change)
+    before = curves.EXPERIMENT.warm_started(place)
     assert len(before["sha256"]) == 16 and before["sft_steps"] == 1
-    assert curves.EXPERIMENT.warm_started(tmp_path, "cpu", change) == before
-    make = partial(curves.train, folder=tmp_path, device="cpu", change=change)
-    one = make("int8_rotated acr", 0, 0, steps=1)
+    assert curves.EXPERIMENT.warm_started(place) == before
+    make = curves.EXPERIMENT.train
+    long = replace(place, steps=10_000)
+    one = make("int8_rotated acr", 0, 0, place=place)
     assert set(one["after"]) == {"greedy", "own", "sampled", "pass@8"}
     assert len(one["curves"]["mismatch/kl_k3"]) == 1 and is_whole(one, 1)
     assert not is_whole(one, 2)
     with pytest.raises(TimeoutError, match="before the first step"):
-        make("bf16", 0, 0, steps=1, until=time.time())
-    cut = make("bf16", 1, 0, steps=10_000, until=time.time() + 20)
+        make("bf16", 0, 0, place=place, until=time.time())
+    cut = make("bf16", 1, 0, place=long, until=time.time() + 20)
     assert 0 < len(cut["curves"]["reward/mean"]) < 10_000 and not is_whole(cut, 10_000)
     assert cut["after"] == {}

@@ -75,9 +75,9 @@ def test_the_values_of_a_way(folder: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_text_begins_with_its_prompt(folder: Path) -> None:
-    given = fidelity.work(fidelity.ChatTokenizer(fidelity.load_tokenizer(folder)))
-    assert len(given.prompts) == len(fidelity.TEXTS)
-    for text, ids in zip(given.texts, given.prompts, strict=True):
+    texts, prompts = fidelity.work(fidelity.ChatTokenizer(fidelity.load_tokenizer(folder)))
+    assert len(prompts) == len(fidelity.TEXTS)
+    for text, ids in zip(texts, prompts, strict=True):
         assert text == (ids + text[len(ids) :])[: fidelity.LONGEST]
 
 

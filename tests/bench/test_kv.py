@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import harness, kv, targets
+from bench import harness, kv, peer, targets
 from bench.harness import Row
 from bench.kv import Cache, Measured, Memory, spread
 from bench.placed import Compacting, Placed
@@ -179,7 +179,7 @@ def test_vllm_runs_last_at_the_same_batches(
     dies: bool, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = fake(tmp_path, "dies" if dies else "")
-    monkeypatch.setattr(kv, "vllm_command", lambda python: command)
+    monkeypatch.setattr(peer, "vllm_command", lambda: command)
     words = ("--caches", "streaming", "--parts", "equal", "--peer", "vllm")
     rows, _ = run(tmp_path, *words)
     names = {name for name in rows if "over vLLM" in name}

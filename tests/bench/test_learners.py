@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -44,18 +42,15 @@ def test_rows_hold_ranks_against_one_and_against_the_peer() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_two_ranks_publish_to_two_fp8_engines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = two_ranks(tmp_path, monkeypatch, "tiny-fp8")
+def test_two_ranks_publish_to_two_fp8_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learners, "DEADLINE_S", 1000.0)
+    made = side("tiny-fp8", "ours", 2, 0, argparse.Namespace(steps=1, cpu=True))
+    assert "seconds" in made, made
     assert made["published"]["fp8"].keys() >= {"gather_s", "write_s", "engines_s"}, made
     assert made["published"]["fp8"]["published_bytes"] > 1e6
 
 
-def two_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch, job: str) -> Found:
-    """What ours found, in processes."""
-    monkeypatch.setattr(learners, "DEADLINE_S", 1000.0)
-    made = side(job, "ours", 2, 0, argparse.Namespace(steps=1, cpu=True), folder)
-    assert "seconds" in made, made
-    assert json.loads((folder / f"{job}-ours-2").read_text()) == made
-    return made
+@pytest.mark.slow
+def test_a_rank_that_ends_early_is_named() -> None:
+    none_meets = argparse.Namespace(steps="none", cpu=True)
+    assert "its last words" in side("tiny", "ours", 1, 0, none_meets)["failed"]

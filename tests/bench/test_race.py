@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from bench import race, race_lowroll, race_table, race_trl
+from bench.experiment import Place
 from bench.peer import PeerFailed
 from bench.race import Trial, fastest, fitting
 from bench.race_table import Reached, reached
@@ -222,36 +223,29 @@ def test_a_device_has_its_own_settings() -> None:
 def test_vllm_is_found_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "mine")
     monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "1")
-    place = race.Launcher("cuda", "python", "unpacked")
+    monkeypatch.setenv("LOWROLL_VLLM_PATH", "unpacked")
+    place = race.Launcher("cuda", "python")
     there, without = place.environment(True), place.environment(False)
     assert there["PYTHONPATH"].split(":") == ["unpacked", "mine"]
     assert there["VLLM_USE_FLASHINFER_SAMPLER"] == "1"
     assert there["HF_HUB_OFFLINE"] == without["HF_HUB_OFFLINE"] == "1" and len(without) == 1
 
 
-def test_trl_receives_what_the_configuration_says() -> None:
-    a: dict[str, Any] = {
-        "output": "x",
-        "seed": 3,
-        "steps": 5,
+def test_trl_receives_what_the_configuration_says(subject: Path, tmp_path: Path) -> None:
+    change = {
+        **SMALL,
         "batch_size": 64,
-        "minibatches": 2,
-        "micro": 8,
-        "copies": 8,
-        "max_tokens": 40,
-        "length": 90,
-        "clip": [0.1, 0.3],
-        "learning_rate": 1e-5,
-        "betas": [0.8, 0.9],
-        "eps": 1e-7,
-        "weight_decay": 0.125,
-        "max_grad_norm": 0.5,
-        "device": "cuda",
+        "loss": {"eps_low": 0.1, "eps_high": 0.3},
+        "train": {"betas": [0.8, 0.9], "eps": 1e-7, "minibatches": 2},
     }
-    found = race_trl.arguments(a, race_trl.SETTINGS["bf16 vllm"])
+    tree = race.settings("trl", 3, Place(5, subject.parent, "cpu", change))
+    order = race.plain(from_mapping(tree), tmp_path) | {"micro": 8, "device": "cuda"}
+    found = race_trl.arguments(order, race_trl.SETTINGS["bf16 vllm"])
     assert found["max_steps"] == 10 and found["gradient_accumulation_steps"] == 4
     assert (found["epsilon"], found["epsilon_high"], found["beta"]) == (0.1, 0.3, 0.0)
     assert (found["adam_beta1"], found["adam_beta2"], found["adam_epsilon"]) == (0.8, 0.9, 1e-7)
+    assert (found["generation_batch_size"], found["num_generations"]) == (64, 4)
+    assert found["max_completion_length"] == 6 < found["vllm_max_model_length"]
     assert found["use_vllm"] and found["bf16"] and not found["use_cpu"]
     assert not found["shuffle_dataset"] and not found["gradient_checkpointing"]
 
@@ -266,16 +260,19 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_prompts_are_those_of_the_run_in_its_order(subject: Path, tmp_path: Path) -> None:
-    tree = race.settings("trl", 5, 3, subject.parent, "cpu", SMALL)
+    place = Place(3, subject.parent, "cpu", SMALL)
+    tree = race.settings("trl", 5, place)
     order = race.plain(from_mapping(tree), tmp_path / "trl")
     train, test = (race_trl.read(order[split]) for split in ("train", "test"))
     assert [row.prompt.id for row in train] == [f"train/{i}" for i in range(3 * 2)]
     assert [row.prompt.id for row in test] == [f"test/{i}" for i in range(3)]
     longest = max(len(row.ids) for row in train + test)
-    assert order["length"] == longest + 6 and order["rates"] == [1e-3, 1e-3, 5e-4]
-    other = race.plain(
-        from_mapping(race.settings("trl", 6, 3, subject.parent, "cpu", SMALL)), tmp_path / "other"
-    )
+    assert order["fields"]["vllm_max_model_length"] == longest + 6 and order["rates"] == [
+        1e-3,
+        1e-3,
+        5e-4,
+    ]
+    other = race.plain(from_mapping(race.settings("trl", 6, place)), tmp_path / "other")
     assert race_trl.read(other["train"]) != train
 
 
@@ -383,14 +380,14 @@ def test_a_race_begins_with_random_weights_of_a_shape(
 
 @pytest.mark.slow
 def test_sft_makes_the_subject(subject: Path, tmp_path: Path) -> None:
-    found = race.warm_start(tmp_path, str(subject), "cpu", SMALL)
+    found = race.warm_start(Place(1, tmp_path, "cpu", SMALL), str(subject))
     assert found["sft_loss"] > 0 and (tmp_path / "model" / "model.safetensors").is_file()
 
 
 def test_an_unknown_setting_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         race.main(["--peer-setting", "fp64"])
-    assert "--peer-setting: 'fp64' is none of fp32, bf16, bf16 vllm" in capsys.readouterr().err
+    assert "--peer-setting: invalid choice: 'fp64'" in capsys.readouterr().err
 
 
 @cache

@@ -13,7 +13,6 @@ import pytest
 from bench import load, server, targets, vocabulary
 from bench.harness import Row
 from bench.peer import Peer, PeerFailed
-from bench.server import Seen
 from bench.vllm_server import VllmServer
 from lowroll.model.tokenizer import load_tokenizer
 from tests.fixtures.shapes import TINY
@@ -62,8 +61,8 @@ async def main_async(args):
 """
 
 
-def site(folder: Path, dies: bool = False) -> str:
-    """A folder with a vllm in it."""
+def site(folder: Path, monkeypatch: pytest.MonkeyPatch, dies: bool = False) -> None:
+    """Make a folder with a vllm in it, and name it in the environment."""
     module = folder / "vllm" / "entrypoints" / "openai" / "api_server.py"
     clients = folder / "vllm" / "benchmarks" / "serve.py"
     for file in (module, clients):
@@ -73,7 +72,8 @@ def site(folder: Path, dies: bool = False) -> str:
     (folder / "vllm" / "__init__.py").write_text('__version__ = "0.24.0"')
     module.write_text(SERVER.format(dies=dies))
     clients.write_text(CLIENTS)
-    return str(folder)
+    monkeypatch.setenv("LOWROLL_VLLM_PATH", str(folder))
+    monkeypatch.delenv("LOWROLL_VLLM_PYTHON", raising=False)
 
 
 def settings(folder: Path) -> dict[str, Any]:
@@ -112,20 +112,24 @@ def test_a_stream_without_a_count_is_an_error() -> None:
 
 def test_a_run_of_vllms_client_counts_when_all_its_tokens_came() -> None:
     answer = dict.fromkeys(CLIENT, 1.0) | {"completed": 3, "total_output_tokens": 36}
-    assert server.seen_by_vllm({**answer, "mean_ttft_ms": 200.0}, 3, 12).first == 200
+    assert server.check_vllms({**answer, "mean_ttft_ms": 200.0}, 3, 12)["mean_ttft_ms"] == 200
     for short in ({"completed": 2}, {"total_output_tokens": 35}):
         with pytest.raises(PeerFailed, match="of 3 requests with"):
-            server.seen_by_vllm({**answer, **short}, 3, 12)
+            server.check_vllms({**answer, **short}, 3, 12)
 
 
 # -- the comparison --------------------------------------------------------------------------------
+
+
+def seen(*numbers: float) -> dict[str, float]:
+    return dict(zip(CLIENT, numbers, strict=True))
 
 
 def test_a_ratio_is_how_many_times_better_ours_is() -> None:
     class Ours:
         model, format = "qwen2.5-7b", "bf16"
 
-    mine, theirs = [Seen(6.0, 50.0, 5.0, 40.0)] * 2, [Seen(3.0, 40.0, 10.0, 11.0)] * 2
+    mine, theirs = [seen(6.0, 50.0, 5.0, 40.0)] * 2, [seen(3.0, 40.0, 10.0, 11.0)] * 2
     rows = server.over_vllm(Ours(), 16, mine, theirs)  # type: ignore[arg-type]
     assert [row.ratio for row in rows] == [2.0, 0.8, 2.0]
     assert [(row.ours, row.peer) for row in rows] == [(6.0, 3.0), (50.0, 40.0), (5.0, 10.0)]
@@ -140,7 +144,7 @@ def test_every_target_of_the_server_has_a_row() -> None:
     made = {
         row.name
         for c in (1, 16, 64, 256)
-        for row in server.over_vllm(Side(), c, [Seen(1, 1, 1, 1)], [Seen(1, 1, 1, 1)])
+        for row in server.over_vllm(Side(), c, [seen(1, 1, 1, 1)], [seen(1, 1, 1, 1)])
     }
     made |= {
         targets.through_server("qwen2.5-7b", "bf16", batch, group)
@@ -179,9 +183,12 @@ def test_a_vocabulary_has_the_bytes_at_least() -> None:
 
 
 @pytest.mark.slow
-def test_vllms_server_is_waited_for_and_ended(tmp_path: Path) -> None:
+def test_vllms_server_is_waited_for_and_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site(tmp_path / "site", monkeypatch)
     (tmp_path / "model").mkdir()
-    vllm = VllmServer(settings(tmp_path / "model"), sys.executable, site(tmp_path / "site"))
+    vllm = VllmServer(settings(tmp_path / "model"))
     try:
         assert 0 < vllm.wait(120.0) < 120 and vllm.version == "0.24.0"
         stored = json.loads((tmp_path / "model" / "config.json").read_text())
@@ -193,8 +200,9 @@ def test_vllms_server_is_waited_for_and_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_vllms_last_words_are_in_the_error(tmp_path: Path) -> None:
-    vllm = VllmServer(settings(tmp_path), sys.executable, site(tmp_path / "site", dies=True))
+def test_vllms_last_words_are_in_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site(tmp_path / "site", monkeypatch, dies=True)
+    vllm = VllmServer(settings(tmp_path))
     with pytest.raises(PeerFailed, match="it ended with 1; .*no such kernel"):
         vllm.wait(120.0)
     vllm.close()
@@ -219,11 +227,13 @@ def run(out: Path, *extra: str) -> dict[str, Row]:
 
 
 @pytest.mark.slow
-def test_a_small_run_measures_both_sides(tmp_path: Path, small: None) -> None:
-    options = "--formats bf16 --parts vllm rollout --vllm-path"
-    rows = run(tmp_path / "out", *options.split(), site(tmp_path / "site"))
+def test_a_small_run_measures_both_sides(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site(tmp_path / "site", monkeypatch)
+    rows = run(tmp_path / "out", *"--formats bf16 --parts vllm rollout".split())
     for concurrency in (1, 2):
-        for what in server.MEASURED:
+        for what in server.QUANTITIES:
             row = rows[targets.over_vllm_server("demo", "bf16", concurrency, what)]
             assert row["ours"] == row["peer"] == row["ratio"] == 1
             assert row["note"] == "by vllm bench serve; gaps 1 ms, vLLM's 1"

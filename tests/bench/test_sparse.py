@@ -20,7 +20,8 @@ import pytest
 import torch
 
 from bench import experiment, sparse
-from bench.experiment import ending_by, spread, store
+from bench.experiment import Place, ending_by, spread, store
+from bench.harness import merged
 from lowroll.runs.demo import build_model
 from tests.fixtures.runs import TINY
 
@@ -52,8 +53,9 @@ def made(variant: str, seed: int, **curves: list[float | None]) -> dict[str, Any
 
 @pytest.mark.parametrize("arm", sparse.ARMS)
 def test_an_arm_changes_the_cache_and_its_price_alone(arm: str, tmp_path: Path) -> None:
-    cfg = sparse.settings(arm, 3, 40, tmp_path, "cpu", {"train": {"learning_rate": 1e-6}})
-    plain = sparse.settings("dense", 3, 40, tmp_path, "cpu", {"train": {"learning_rate": 1e-6}})
+    place = Place(40, tmp_path, "cpu", {"train": {"learning_rate": 1e-6}})
+    cfg = sparse.EXPERIMENT.config(arm, 3, place)
+    plain = sparse.EXPERIMENT.config("dense", 3, place)
     same = ("seed", "env", "batch_size", "sft", "dtype", "model", "rollouts_per_example")
     assert [getattr(cfg, name) for name in same] == [getattr(plain, name) for name in same]
     assert (cfg.train.learning_rate, cfg.train.max_steps) == (1e-6, 40)
@@ -68,7 +70,7 @@ def test_demonstrations_slip_as_often_as_said_and_carry_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = {"sft": {"num_examples": 60, "steps": 20}}
-    cfg = sparse.settings("dense", 0, 10, tmp_path, "cpu", count)
+    cfg = sparse.EXPERIMENT.config("dense", 0, Place(10, tmp_path, "cpu", count))
     args = cfg.env[0].args
 
     def slips(path: Path) -> list[int]:
@@ -133,15 +135,16 @@ def test_runs_of_other_settings_are_left_out(tmp_path: Path) -> None:
 def test_a_folder_with_a_model_of_other_settings_is_refused(tmp_path: Path) -> None:
     asked: list[Mapping[str, Any]] = []
 
-    def warm_start(folder: Path, device: str, change: Mapping[str, Any]) -> dict[str, Any]:
-        asked.append(change)
+    def warm_start(place: Place) -> dict[str, Any]:
+        asked.append(place.change)
         return {"sft_steps": 3}
 
     one = replace(sparse.EXPERIMENT, warm_start=warm_start)
+    place = Place(1, tmp_path, "cpu", {"sft": {"steps": 3}})
     for _ in range(2):
-        assert one.warm_started(tmp_path, "cpu", {"sft": {"steps": 3}}) == {"sft_steps": 3}
+        assert one.warm_started(place) == {"sft_steps": 3}
     with pytest.raises(ValueError, match="--work: .* has a model that other settings made"):
-        one.warm_started(tmp_path, "cpu", {})
+        one.warm_started(replace(place, change={}))
     assert len(asked) == 1
 
 
@@ -197,10 +200,10 @@ def test_an_arm_runs(arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     bounded = cache["policy"] != "dense"
     if bounded:
         tight = {"rollout": {"kv": {"budget": 36, "buffer": 4}}}
-        monkeypatch.setitem(sparse.ARMS, arm, sparse.merged(sparse.ARMS[arm], tight))
+        monkeypatch.setitem(sparse.ARMS, arm, merged(sparse.ARMS[arm], tight))
     monkeypatch.setattr(sparse, "HELD_OUT", 4)
     build_model(tmp_path / "model", 0, {**TINY, "max_position_embeddings": 256})
-    made = sparse.train(arm, 0, 0, steps=1, folder=tmp_path, device="cpu", change=SMALL)
+    made = sparse.EXPERIMENT.train(arm, 0, 0, place=Place(1, tmp_path, "cpu", SMALL))
     assert set(made["after"]) == {"dense", "greedy", "own"}
     (saved,) = made["curves"].get(sparse.SAVED, [0.0])
     assert saved > 0.1 if bounded else not saved

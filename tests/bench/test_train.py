@@ -66,7 +66,7 @@ def test_a_step_of_the_peer_learns(setting: train.PeerSetting) -> None:
 
 @pytest.mark.slow
 def test_compare_takes_the_peers_fastest_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = train.compare(job(), rounds=2, must=(1.3, 1.6), steps=1)
+    rows = train.compare(replace(job(), must=(1.3, 1.6)), rounds=2, steps=1)
     assert len(rows) == 2 and rows[0].must == 1.3 and rows[0].aim == 1.6
     assert rows[1].peer == rows[0].ours and rows[1].must is None
     assert (
@@ -80,8 +80,8 @@ def test_compare_takes_the_peers_fastest_setting(monkeypatch: pytest.MonkeyPatch
     }
     monkeypatch.setattr(train, "fitting", lambda job: turns)
     monkeypatch.setattr(train, "turn", lambda build, steps, on_cuda: train.Turn(0.5, 5))
-    x = train.Job("x", TINY, False)
-    speed, fp8, memory, leanest = train.compare(x, 3, (1.3, 1.6), must_fp8=(x.tokens, 1e9))
+    x = train.Job("x", TINY, False, must=(1.3, 1.6), must_fp8=(16384, 1e9))
+    speed, fp8, memory, leanest = train.compare(x, 3)
     assert fp8.name == "x full, 16384 tokens: forward and input gradients in fp8 / bfloat16"
     assert fp8.met and not fp8.reaches(fp8.aim) and fp8.ours == x.tokens / 0.5
     assert "1 x rows/1, no checkpointing" in speed.name and speed.ratio == 1.0 and not speed.met
@@ -103,15 +103,14 @@ def test_without_a_gpu_it_says_so(
 
 def test_ours_alone_needs_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "peer", None)
-    (row,) = train.ours_alone(job(), 2, 1, (1e12, None))
+    (row,) = train.compare(replace(job(), must_fp8=(1e12, None)), 2, 1, with_peer=False)
     assert row.ours and row.peer and row.ratio and not row.met
 
 
 @pytest.mark.slow
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "JOBS", {"tiny": job()})
-    monkeypatch.setattr(train, "MUST", {"tiny": (0.0, 1.0)})
-    monkeypatch.setattr(train, "MUST_FP8", {"tiny": (0.0, 1.0)})
+    bounds = {"must": (0.0, 1.0), "must_fp8": (0.0, 1.0)}
+    monkeypatch.setattr(train, "JOBS", {"tiny": replace(job(), **bounds)})
     monkeypatch.setattr(train, "PEER_SETTINGS", ALONE)
     words = f"--models tiny --rounds 1 --steps 1 --out {tmp_path}"
     assert train.main(words.split()) == 0
