@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,52 +16,33 @@ import torch
 from torch import Tensor
 
 from lowroll.engine.base import Capabilities, EngineStats, InFlight, PartialSample, Ranked
+from lowroll.engine.cache_size import CacheSize
 from lowroll.engine.decoder import MOST_STEPS
 from lowroll.engine.grammar import Grammars
+from lowroll.engine.loading import load_models
+from lowroll.engine.prompts import EngineTokenizer
 from lowroll.engine.request import check_sequences, validate
 from lowroll.engine.runner import Runner
 from lowroll.engine.scheduler import Scheduler
 from lowroll.kv import support
 from lowroll.kv.cache import KVCache
-from lowroll.kv.capacity import UNKNOWN_FREE, NoRoom, Workload, capacity
+from lowroll.kv.capacity import Workload
 from lowroll.kv.pages import PagePool
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.kv.policy.dense import DENSE
-from lowroll.kv.policy.recorder import policy_bytes
 from lowroll.kv.storage import storage
 from lowroll.model import exact as exactness
-from lowroll.model import hf
-from lowroll.model.device import dtype_on, free_memory, pick_device, total_memory
 from lowroll.model.experts import StackedLinear
-from lowroll.model.folder import resolve
-from lowroll.model.headers import exact_format
-from lowroll.model.tokenizer import ChatTokenizer, eos_id, load_tokenizer, tokenizer_home
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
-from lowroll.quant.table import DEFAULT
 from lowroll.types import MAX_TOP_LOGPROBS, BehaviorTag, Group, PolicySpan, Request, Rollout
 from lowroll.weights.publish import (
-    beside,
     digest,
     first_difference,
-    rollout_copy,
-    rollout_load,
 )
 from lowroll.weights.sync.update import UpdateReceiver, WeightUpdate
 
 log = logging.getLogger(__name__)
-
-
-def _resolve_device(model: Transformer | str | Path, device: str | torch.device) -> torch.device:
-    if isinstance(model, Transformer) and str(device) == "auto":
-        device = model.device
-    return pick_device(device)
-
-
-@cache
-def warn_if_slow(device: torch.device, weights: str) -> None:
-    if reason := get_format(weights).slower_than_float32(device):
-        log.warning("weights: %s is slower than float32 on this machine: %s", weights, reason)
 
 
 class NativeEngine:
@@ -139,28 +120,27 @@ class NativeEngine:
             raise ValueError(f"lookahead: expected 1..{MOST_STEPS} steps, got {lookahead}")
         self.kv = _policy_or_dense(kv, turn_caching, kv_dtype, large_batch_weights)
         self.storage = storage(kv_dtype)
-        self.folder = None if isinstance(model, Transformer) else resolve(model)
-        device = _resolve_device(model, device)
-        weights = weights or self._own_format(model, dtype, device)
+        loaded = load_models(model, weights, large_batch_weights, device, dtype, noisy)
+        self.model, self.large_batch_model, weights, folder = loaded
         self.format = get_format(weights)
-        dtype = self._pick_dtype(weights, dtype, device)
-        if isinstance(model, Transformer) and model.device != device:
-            raise ValueError(f"device: the model is on {model.device} and the engine on {device}")
-        self.model, self.large_batch_model = self._models(
-            model, weights, large_batch_weights, device, dtype, noisy
-        )
         self.spec = self.model.spec
         support.refuse(self.spec, self.kv, kv_dtype)
         if getattr(model, "exact", False) if exact is None else exact:
             self._be_exact()
         self.context = min(self.spec.max_position, max_model_len or self.spec.max_position)
-        self._max_batch = max_batch
         self.receiver = UpdateReceiver(self.model, self.large_batch_model)
         if keep_dense:
             self.keep_dense()
-        self._recording = record_evictions
-        self._share = memory_share
-        num_pages = self._num_pages(cache_tokens, workloads, page_size)
+        self.cache_size = CacheSize(
+            self.model,
+            self.storage,
+            self.kv,
+            max_batch,
+            self.context,
+            record_evictions,
+            memory_share,
+        )
+        num_pages = self.cache_size.num_pages(cache_tokens, workloads, page_size)
         self.runner = Runner(
             self.model,
             self.large_batch_model,
@@ -190,28 +170,11 @@ class NativeEngine:
             kv_budget=self.kv.budget,
             kv_dtype=kv_dtype,
         )
-        self._tokenizer = tokenizer
+        self._texts = EngineTokenizer(tokenizer, folder)
         self._tokens = 0  # includes tokens that a replay drew again
         self.scheduler = self._schedule(
             max_batch, max_prefill_tokens, prefill_chunk, lookahead, gather
         )
-
-    def _models(
-        self,
-        model: Transformer | str | Path,
-        weights: str,
-        large_batch_weights: str | None,
-        device: torch.device,
-        dtype: torch.dtype,
-        noisy: bool,
-    ) -> tuple[Transformer, Transformer | None]:
-        if large_batch_weights is None and self.folder is not None:
-            return rollout_load(self.folder, weights, device, dtype, noisy), None
-        master = model if isinstance(model, Transformer) else hf.load(model, device, dtype)
-        few_rows_model = rollout_copy(master, weights, dtype, noisy)
-        if large_batch_weights is None:
-            return few_rows_model, None
-        return few_rows_model, beside(master, few_rows_model, get_format(large_batch_weights).name)
 
     def _be_exact(self) -> None:
         is_bounded_or_rounded = self.storage is not KVCache or self.kv.budget is not None
@@ -236,7 +199,7 @@ class NativeEngine:
         text; `sampling` are its fields of `Request`. Requests that `add` queued advance too.
         ValueError also for a missing tokenizer.
         """
-        requests = self._as_requests(requests, chat, sampling)
+        requests = self._texts.requests(requests, chat, sampling)
         for i, request in enumerate(requests):
             self._validate(request, f"requests[{i}].")
         handles = [self.scheduler.add(request) for request in requests]
@@ -262,24 +225,6 @@ class NativeEngine:
                 rollout.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
         )
-
-    def _as_requests(
-        self, given: str | Request | Sequence[Request | str], chat: bool, sampling: dict[str, Any]
-    ) -> list[Request]:
-        if isinstance(given, str | Request):
-            given = [given]
-        _check_given(given, sampling)
-        return [
-            item
-            if isinstance(item, Request)
-            else Request(prompt_ids=self._encode(item, chat), **sampling)
-            for item in given
-        ]
-
-    def _encode(self, text: str, chat: bool) -> list[int]:
-        if chat:
-            return ChatTokenizer(self.tokenizer).encode_chat([{"role": "user", "content": text}])
-        return [int(token) for token in self.tokenizer.encode(text)]
 
     def add(self, request: Request) -> int:
         self._validate(request, "")
@@ -382,8 +327,8 @@ class NativeEngine:
             weights=self.format.name,
             weight_bits=float(self.format.bits),
             cache_tokens=cache_tokens,
-            cache_bytes=cache_tokens * self.storage.bytes_per_token(self.spec, self.model.dtype),
-            policy_bytes=self._policy_bytes,
+            cache_bytes=cache_tokens * self.cache_size.bytes_per_token,
+            policy_bytes=self.cache_size.policy_bytes,
             virtual_memory_bytes=self.runner.cache.virtual_memory_bytes,
             pages_peak=self.pool.peak_used,
             prefix_hits=self.pool.hits,
@@ -479,36 +424,15 @@ class NativeEngine:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def tokenizer(self) -> Any:
         """The given tokenizer, or that of the model's folder. ValueError for none."""
-        if self._tokenizer is not None:
-            return self._tokenizer
-        if self.folder is None:
-            raise ValueError(
-                "tokenizer: the engine was made from a loaded model; pass Engine(..., "
-                "tokenizer=...)"
-            )
-        return load_tokenizer(self.folder)
-
-    @property
-    def _has_tokenizer(self) -> bool:
-        return self._tokenizer is not None or (
-            self.folder is not None and (tokenizer_home(self.folder) / "tokenizer.json").is_file()
-        )
+        return self._texts.tokenizer
 
     @cached_property
     def grammars(self) -> Grammars:
         """The compiler of grammars, which is thread-safe. ValueError where there is none."""
         return Grammars(self.tokenizer, self.spec.vocab_size, self.scheduler.eos_ids)
-
-    def _own_format(
-        self, model: Transformer | str | Path, dtype: torch.dtype | None, device: torch.device
-    ) -> str:
-        if isinstance(model, Transformer):
-            return model.weight_format or DEFAULT
-        assert self.folder is not None
-        return exact_format(self.folder, dtype or dtype_on(device)) or DEFAULT
 
     def _give_up(self) -> None:
         self.scheduler.abort_all()
@@ -522,7 +446,7 @@ class NativeEngine:
                 vocab_size=self.spec.vocab_size,
                 context_length=self.context,
                 cache_tokens=self.pool.num_pages * self.pool.page_size,
-                has_tokenizer=self._has_tokenizer,
+                has_tokenizer=self._texts.exists,
                 kv=self.kv,
                 page_size=self.pool.page_size,
                 eos_ids=self.scheduler.eos_ids,
@@ -532,30 +456,6 @@ class NativeEngine:
         except ValueError as error:
             raise ValueError(f"{where}{error}") from None
 
-    def _eos_ids(self) -> set[int]:
-        ids = set(self.spec.eos_ids)
-        if self._has_tokenizer:
-            if self._tokenizer is None and self.folder:
-                tokenizer_eos_id = eos_id(self.folder)
-            else:
-                tokenizer_eos_id = self.tokenizer.eos_token_id
-            if tokenizer_eos_id is not None:
-                ids.add(tokenizer_eos_id)
-        return ids
-
-    def _pick_dtype(
-        self, weights: str, dtype: torch.dtype | None, device: torch.device
-    ) -> torch.dtype:
-        warn_if_slow(device, weights)
-        format_dtype = get_format(weights).dtype
-        if format_dtype is not None and dtype not in (None, format_dtype):
-            raise ValueError(
-                f"dtype: weights={weights!r} computes in {format_dtype}, not in {dtype}"
-            )
-        if format_dtype is not None:
-            return format_dtype
-        return dtype or dtype_on(device)
-
     def _schedule(
         self,
         max_batch: int,
@@ -564,7 +464,7 @@ class NativeEngine:
         lookahead: int | None,
         gather: int | None,
     ) -> Scheduler:
-        decode = (lambda ids: self.tokenizer.decode(ids)) if self._has_tokenizer else None
+        decode = (lambda ids: self.tokenizer.decode(ids)) if self._texts.exists else None
         return Scheduler(
             self.pool,
             behavior=self.behavior,
@@ -575,93 +475,11 @@ class NativeEngine:
             lookahead=lookahead or self.runner.lookahead,
             passes=1 if lookahead else self.runner.lookahead,
             gather=(lookahead or 1) - 1 if gather is None else gather,
-            eos_ids=self._eos_ids(),
+            eos_ids=self._texts.eos_ids(self.spec),
             decode=decode,
             evictions=None if self.runner.recorder is None else self.runner.recorder.evictions,
             compile_grammar=lambda text: self.grammars.compile(text),
         )
-
-    def _num_pages(
-        self, cache_tokens: int | None, workloads: Sequence[Workload], page_size: int
-    ) -> int:
-        num_tokens = self._cache_tokens(cache_tokens, workloads, page_size)
-        if num_tokens < page_size:
-            hint = ", which is all that the free memory allows" if cache_tokens is None else ""
-            raise ValueError(
-                f"cache_tokens: {num_tokens} is less than one page of {page_size} tokens{hint}"
-            )
-        return num_tokens // page_size
-
-    def _cache_tokens(
-        self,
-        cache_tokens: int | None,
-        workloads: Sequence[Workload],
-        page_size: int,
-    ) -> int:
-        bytes_per_token = self.storage.bytes_per_token(self.spec, self.model.dtype)
-        free_bytes = free_memory(self.model.device)
-        state_bytes = self._policy_bytes
-        if cache_tokens is None:
-            assumed_free = UNKNOWN_FREE if free_bytes is None else free_bytes
-            return capacity(
-                workloads,
-                page_size=page_size,
-                max_batch=self._max_batch,
-                context=self.context,
-                bytes_per_token=bytes_per_token,
-                free=max(0, assumed_free - state_bytes),
-                kv=self.kv,
-                most=self._budget(free_bytes, state_bytes),
-            )
-        if free_bytes is not None and cache_tokens * bytes_per_token + state_bytes > free_bytes:
-            policy_note = (
-                f" and the state of {self.kv.name} {state_bytes / 1e9:.3g} GB"
-                if state_bytes
-                else ""
-            )
-            raise NoRoom(
-                f"cache_tokens: a KV cache of {cache_tokens:,} tokens takes "
-                f"{cache_tokens * bytes_per_token / 1e9:.3g} GB{policy_note}, and {free_bytes / 1e9:.3g} GB are free"
-            )
-        return cache_tokens
-
-    def _budget(self, free: int | None, beside: int) -> int | None:
-        """Return the bytes that memory_share leaves for the cache. free: None if unknown. beside:
-        bytes of the policy's state."""
-        device = self.model.device
-        total_bytes = total_memory(device)
-        if self._share is None or total_bytes is None:
-            return None
-        allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        budget = round(self._share * total_bytes) - allocated - beside
-        return max(0, budget if free is None else min(budget, free - beside))
-
-    @property
-    def _policy_bytes(self) -> int:
-        return policy_bytes(self.kv, self.spec, self._max_batch, self.model.dtype, self._recording)
-
-
-def _check_given(given: Any, sampling: Collection[str]) -> None:
-    if not isinstance(given, list | tuple):
-        raise ValueError(
-            f"requests: expected a text, a Request or a list of them, got {type(given).__name__}"
-        )
-    for i, item in enumerate(given):
-        if not isinstance(item, str | Request):
-            raise ValueError(
-                f"requests[{i}]: expected a text or a Request (token ids: "
-                f"Request(prompt_ids=...)), got {type(item).__name__}"
-            )
-    if sampling and not any(isinstance(item, str) for item in given):
-        raise ValueError(
-            f"{', '.join(sampling)}: a Request says this itself; it is for prompts that are texts"
-        )
-    field_names = [field.name for field in fields(Request) if field.name != "prompt_ids"]
-    for name in sampling:
-        if name not in field_names:
-            raise ValueError(
-                f"{name}: a request has no such field; it has {', '.join(field_names)}"
-            )
 
 
 def _policy_or_dense(

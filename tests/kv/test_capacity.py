@@ -12,7 +12,7 @@ import torch
 
 import lowroll
 from lowroll import machine
-from lowroll.engine import native as engine_module
+from lowroll.engine import cache_size as engine_module
 from lowroll.engine.scheduler import Scheduler
 from lowroll.kv.capacity import SHARE, NoRoom, Workload, capacity
 from lowroll.kv.pages import PagePool

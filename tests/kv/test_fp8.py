@@ -212,7 +212,7 @@ def test_what_a_token_takes(model: Transformer, monkeypatch: pytest.MonkeyPatch)
     engine = engine8(model, cache_tokens=64)
     held = sum(b.nbytes for column in cache_of(engine).buffers for b in column)
     assert engine.stats().cache_bytes == held == 64 * heads * 146
-    monkeypatch.setattr("lowroll.engine.native.free_memory", lambda _: 64 * heads * 200)
+    monkeypatch.setattr("lowroll.engine.cache_size.free_memory", lambda _: 64 * heads * 200)
     engine8(model, cache_tokens=64)
     with pytest.raises(NoRoom, match="cache_tokens"):
         engine_of(model, cache_tokens=64)

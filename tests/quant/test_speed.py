@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lowroll
-from lowroll.engine import native
+from lowroll.engine import loading
 from lowroll.kernels.matmul import w8a8_onednn
 from lowroll.kernels.support import YES, no
 from lowroll.quant.formats import get_format
@@ -42,7 +42,7 @@ def test_an_engine_says_it_once_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(w8a8_onednn, "supports_device", lambda _: no("this CPU has no VNNI"))
-    native.warn_if_slow.cache_clear()
+    loading.warn_if_slow.cache_clear()
     with caplog.at_level(logging.WARNING, logger="lowroll"):
         for weights in ("int8", "fp32", "int8"):
             lowroll.Engine(tiny_model(), weights=weights, device="cpu", cache_tokens=256)
@@ -50,4 +50,4 @@ def test_an_engine_says_it_once_with_the_reason(
         "weights: int8 is slower than float32 on this machine: this CPU has no VNNI, so its codes "
         "are multiplied as float32 numbers"
     ]
-    native.warn_if_slow.cache_clear()
+    loading.warn_if_slow.cache_clear()

@@ -17,7 +17,7 @@ import yaml
 from lowroll.checkpoint.atomic_folders import encode_manifest
 from lowroll.checkpoint.store import Store
 from lowroll.config import RunConfig, from_mapping
-from lowroll.engine import native as engine_module
+from lowroll.engine import cache_size as engine_module
 from lowroll.engine.native import NativeEngine
 from lowroll.metrics import trackers
 from lowroll.metrics.record import read, reproducible

@@ -22,7 +22,7 @@ import lowroll
 from lowroll.checkpoint.store import Store
 from lowroll.cli.main import main
 from lowroll.config import from_mapping, load
-from lowroll.engine import native as engine_module
+from lowroll.engine import cache_size as engine_module
 from lowroll.envs.scorer_pool import ScorerPool
 from lowroll.kv.cache import KVCache
 from lowroll.metrics.live import LiveView
