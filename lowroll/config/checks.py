@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from lowroll.config.auto import correction_of, known_collapse, rollouts_of
 from lowroll.config.data import env_problems
-from lowroll.config.engine_checks import budget_problems, exact_problems, vllm_problems
+from lowroll.config.engine_checks import exact_problems, layer_format_problems, vllm_problems
 from lowroll.config.loss import loss_notes, loss_problems
 from lowroll.config.process_checks import role_notes, role_problems
 from lowroll.config.rollout import kv_problems, noise_problems
@@ -29,7 +29,7 @@ def problems(cfg: RunSettings) -> Iterator[Problem]:
     yield from _buffer_problems(cfg)
     yield from role_problems(cfg)
     yield from exact_problems(cfg)
-    yield from budget_problems(rollout.weights, rollout.engine, rollout.large_batch_weights)
+    yield from layer_format_problems(rollout.weights, rollout.engine, rollout.large_batch_weights)
     learner_format = cfg.forward_weights
     if (
         cfg.train.lora

@@ -12,24 +12,26 @@ from lowroll.quant.budget import is_budget
 from lowroll.quant.table import STORED
 
 
-def budget_problems(
+def layer_format_problems(
     weights: str, engine: str, large_batch_weights: str | None
 ) -> Iterator[Problem]:
-    """Yield the settings that a budget, or a folder's stored formats, exclude."""
-    if not (is_budget(weights) or weights == STORED):
+    """Yield the settings that do not go with a format for each layer, which a budget chooses or the
+    model's folder has stored."""
+    formats_differ_by_layer = is_budget(weights) or weights == STORED
+    if not formats_differ_by_layer:
         return
     weights_key = ("rollout", "weights")
     if engine != "native":
         yield (
             (weights_key, ("rollout", "engine")),
-            f"each layer may have a format of its own, which is for lowroll's own engine; with {engine} "
-            "write a format",
+            "each layer may have a format of its own, which only `engine: native` can have; with "
+            f"{engine} write one format",
         )
     if large_batch_weights is not None:
         yield (
             (weights_key, ("rollout", "large_batch_weights")),
-            "each layer has one format, and a second one beside it has none; write a format, or "
-            "large_batch_weights: null",
+            "each layer may have a format of its own, which leaves no place for a second one; write "
+            "one format, or large_batch_weights: null",
         )
 
 

@@ -85,7 +85,7 @@ class Orchestrator:
         self.errors = ErrorWindow(
             settings.max_error_rate, settings.error_window, settings.batch_size
         )
-        self.last = 0
+        self.last_step = 0
         self._journal_in_sync = False
         self._restart_journal = False
         self._waits = {"time/wait_weights": 0.0, "time/wait_trainer": 0.0}
@@ -137,7 +137,7 @@ class Orchestrator:
             "time/wait_weights": 0.0,
             "time/wait_trainer": time.monotonic() - began_to_send,
         }
-        self.ledger, self.errors, self.last = pending.ledger, pending.errors, step
+        self.ledger, self.errors, self.last_step = pending.ledger, pending.errors, step
         if not pending.lost:
             self.rollout_log(logged(batch))
         return batch
@@ -224,20 +224,22 @@ class Orchestrator:
     def _score(
         self, pending: PendingBatch, draws: list[PromptDraw], groups: list[Group]
     ) -> list[ScoredGroup]:
+        """Score the samples of each group, and give them their advantages. Raises ScoringFailed for
+        too many failed scores."""
         started = time.monotonic()
-        samples = grouping.score(
+        samples_by_group = grouping.score(
             draws,
             groups,
             self.scorer,
             self.tokenizer,
-            self.on_phase and partial(self.on_phase, "score"),
-            self.last + 1,
-            self.settings.max_steps,
+            on_progress=self.on_phase and partial(self.on_phase, "score"),
+            step=self.last_step + 1,
+            max_steps=self.settings.max_steps,
         )
-        pending.errors.check(sample.score for group in samples for sample in group)
+        pending.errors.check(sample.score for samples in samples_by_group for sample in samples)
         scored_groups = [
-            grouping.credit(group, self.settings, draw.request)
-            for draw, group in zip(draws, samples, strict=True)
+            grouping.credit(samples, self.settings, draw.request)
+            for draw, samples in zip(draws, samples_by_group, strict=True)
         ]
         pending.seconds["time/score"] += time.monotonic() - started
         return scored_groups
@@ -305,6 +307,8 @@ class Orchestrator:
     # -- the batch ---------------------------------------------------------------------------------
 
     def _assemble(self, pending: PendingBatch) -> Batch:
+        """Make the batch of the kept groups, with its statistics and the state to resume from. The
+        prompt source learns from the rewards first, as the state has what it learnt."""
         rewards_by_prompt = [(group.samples[0].prompt, group.scores()) for group in pending.groups]
         self.source.learn(pending.ledger, rewards_by_prompt)
         batch = Batch(pending.step, pending.samples(), pending.temperature)
@@ -366,7 +370,7 @@ class Orchestrator:
 
     def state(self) -> dict[str, Any]:
         """Return JSON data for `restore`."""
-        return state_of(self.last, self.source.plan(), self.ledger, self.errors)
+        return state_of(self.last_step, self.source.plan(), self.ledger, self.errors)
 
     def restore(
         self, state: Mapping[str, Any], *, skip_progress: bool = False, skip_buffer: bool = False
@@ -381,7 +385,7 @@ class Orchestrator:
         if skip_progress:
             ledger = Ledger(cursors=dict.fromkeys(self.source.envs, 0), pools=ledger.pools)
         self.errors.restore(state["errors"])
-        self.ledger, self.last = ledger, state["step"]
+        self.ledger, self.last_step = ledger, state["step"]
         self._journal_in_sync, self._restart_journal = False, skip_progress
         self.rollout_buffer.rewind(ledger, set())
 
@@ -409,7 +413,7 @@ class Orchestrator:
     def _sync_journal(self) -> None:
         if self.journal is not None and not self._journal_in_sync:
             open_ids = [open_group.id for open_group in self.rollout_buffer.opened(self.ledger)]
-            self.journal.go_on(self.last, open_ids, again=self._restart_journal)
+            self.journal.go_on(self.last_step, open_ids, again=self._restart_journal)
         self._journal_in_sync, self._restart_journal = True, False
 
 

@@ -1,4 +1,4 @@
-"""The batch of a step before it is sent."""
+"""The batch of a step before it is sent, which `orchestrator.loop` fills."""
 
 from __future__ import annotations
 

@@ -225,11 +225,12 @@ def _describe_groups(
 
 
 def _describe_group(format: str, targets: list[str]) -> dict[str, Any]:
+    """Return a format's entry in `config_groups`. ValueError for a format without one."""
     scheme = get_format(format).scheme
     if scheme is None:
         raise ValueError(
-            f"{format}: compressed-tensors has no layout for it, so no folder can hold it beside "
-            "others"
+            f"{format}: compressed-tensors has no layout for it, so a folder of several formats "
+            "cannot have it"
         )
     weights = _without_none(scheme.weights)
     if scheme.scale_dtype is not None:

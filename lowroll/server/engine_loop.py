@@ -415,24 +415,29 @@ class EngineLoop:
             self._give_up()
 
     def _run_jobs(self) -> None:
-        """Admit held requests, and run the posted jobs: for at most `JOBS_S`, and without waiting,
-        if there is a step to do."""
+        """Admit held requests, then run posted jobs until none is left, or for `JOBS_S` if there is
+        a step to do. Wait up to `idle_s` for the first job if there is nothing else to do; before
+        that the outbox is sent."""
         self.watchdog.start("waiting for requests")
         while self.held and not self._holds_back():
             self._admit(self.held.popleft())
+        if not self._can_step():
+            self.outbox.send()
+        is_busy = self.stopping or self._can_step() or self.pausing.state == "draining"
+        job = self._next_job(0.0 if is_busy else self.idle_s)
+        deadline = time.monotonic() + JOBS_S
+        while job is not None:
+            job()
+            if self._can_step() and time.monotonic() > deadline:
+                return
+            job = self._next_job(0.0)
+
+    def _next_job(self, wait_s: float) -> Callable[[], object] | None:
+        """Return the next posted job, or None if none comes in time."""
         try:
-            if not self._can_step():
-                self.outbox.send()
-            is_busy = self.stopping or self._can_step() or self.pausing.state == "draining"
-            job = self.jobs.get(timeout=0.0 if is_busy else self.idle_s)
-            end = time.monotonic() + JOBS_S
-            while True:
-                job()
-                if time.monotonic() > end and self._can_step():
-                    return
-                job = self.jobs.get_nowait()
+            return self.jobs.get(timeout=wait_s)
         except queue.Empty:
-            return
+            return None
 
     def _can_step(self) -> bool:
         return bool(self.in_flight) and (self.pausing.state != "paused" or self._all_aborted())

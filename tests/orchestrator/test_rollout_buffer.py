@@ -148,7 +148,7 @@ def test_newer_weights_are_taken_in_flight_and_strict_does_not():
 
         def learner(phase, done, total, weights=weights, steps=steps, now=orchestrator):
             if phase == "generate" and next(steps) % 3 == 2:
-                weights.newest = min(weights.newest + 1, now.last)
+                weights.newest = min(weights.newest + 1, now.last_step)
 
         orchestrator.on_phase = learner
         mixed = [orchestrator.step(step).stats["rollout/mixed_fraction"] for step in range(1, 9)]

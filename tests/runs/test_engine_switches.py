@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lowroll import machine
-from lowroll.engine import native
+from lowroll.engine import cache_size
 from lowroll.engine.native import NativeEngine
 from lowroll.kv.capacity import UNKNOWN_FREE
 from lowroll.metrics.record import read
@@ -47,7 +47,7 @@ def test_a_context_shorter_than_the_models(model: Path) -> None:
 def test_a_share_of_the_memory_is_the_cache(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     each = 2 * 2 * 1 * 16 * 4  # bytes of a token: K and V, 2 layers, 1 head of 16, float32
     monkeypatch.setattr(machine, "total_memory", lambda: 1000 * each)
-    monkeypatch.setattr(native, "free_memory", lambda device: 900 * each)
+    monkeypatch.setattr(cache_size, "free_memory", lambda device: 900 * each)
     for share, tokens in ((0.25, 250), (0.5, 500), (0.95, 900)):
         found = engine_of(model, memory_share=share).stats().cache_tokens
         assert found == tokens // 16 * 16, share

@@ -161,6 +161,8 @@ def _set_limits(limits: dict[str, float], lines: bytes) -> None:
 
 
 def _run(case: dict[str, Any]) -> int:
+    """Run the program, or call its function and write the result, as JSON, to the pipe `RESULT`.
+    Return the exit code of a program that ends by itself."""
     sys.argv = [PROGRAM]
     vars(builtins).update(exit=sys.exit, quit=sys.exit)  # normally from `site`
     sys.stdin = open(0, encoding="utf-8", errors="replace")  # noqa: SIM115
@@ -170,9 +172,10 @@ def _run(case: dict[str, Any]) -> int:
         return 0
     names = runpy.run_path(PROGRAM, run_name="program")
     function = getattr(names["Solution"](), name) if "Solution" in names else names[name]
-    result = json.dumps(function(*case["input"])).encode()
-    while result:
-        result = result[os.write(RESULT, result) :]
+    unwritten = json.dumps(function(*case["input"])).encode()
+    while unwritten:
+        num_written = os.write(RESULT, unwritten)
+        unwritten = unwritten[num_written:]
     os._exit(0)  # exit handlers could change the result
 
 

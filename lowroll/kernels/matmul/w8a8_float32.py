@@ -1,5 +1,5 @@
 """int8 rows times int8 weights by exact float32 products, for CPUs with slow or saturating integer
-products.
+products. `quant.int8` chooses among this, `w8a8_vnni` and `w8a8_onednn`.
 
 A product of two codes is at most 2^14, so a partial sum of 1,024 is at most 2^24, which float32
 holds exactly in every order. Parts are added in int32.

@@ -1,4 +1,5 @@
-"""int8 rows times int8 weights on a CPU, by oneDNN on a packed copy of the weights.
+"""int8 rows times int8 weights on a CPU, by oneDNN on a packed copy of the weights. `quant.int8`
+chooses among this, `w8a8_vnni` and `w8a8_float32`.
 
 oneDNN takes unsigned activations: codes + 128, with 128 as their zero point.
 """

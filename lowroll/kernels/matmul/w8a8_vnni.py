@@ -1,5 +1,5 @@
 """int8 rows times int8 weights on a CPU with AVX-512 VNNI: `w8a8_vnni.cpp` for torch, from float32
-to float32 in one call.
+to float32 in one call. `quant.int8` chooses among this, `w8a8_onednn` and `w8a8_float32`.
 
 Bits are those of `quantize_rows` and `w8a8_onednn`: sums are exact, and each later operation
 rounds. It takes a third to nine tenths of oneDNN's time, whose calls are slow for few rows

@@ -5,7 +5,7 @@
 with the probability of softmax(x / T) (docs/algorithms.md). Of equal scores the lower id wins; a
 logit of -inf never does.
 
-On CUDA one kernel reads each tile of the vocabulary once (`tiles`), another filters, and the last
+On CUDA one kernel reads each tile of the vocabulary once (`tile_statistics`), another filters, and the last
 compares winners and sums masses in float64. If filters drop a tile's winner, the tile is read again
 only if that score reaches the best remaining winner. A row's bits are the same in every batch.
 Devices' logarithms differ in last bits, so tokens may differ where scores are within 1e-5.

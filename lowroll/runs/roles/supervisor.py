@@ -148,13 +148,14 @@ class Supervisor:
             role.start_at = time.monotonic()
         while not self.trainer.is_done:
             if self.stop:
-                return self._stop()
+                return self._stop_roles()
             for role in self.roles:
                 self.keep_alive(role)
             self.recall_orchestrator()
             self.show()
             time.sleep(POLL_S)
-        while not self.orchestrator.is_done and not self.stop:  # the last evaluation
+        # the trainer has ended: the last evaluation needs engines and orchestrator alone
+        while not self.orchestrator.is_done and not self.stop:
             for role in (*self.engines, self.orchestrator):
                 self.keep_alive(role)
             time.sleep(POLL_S)
@@ -163,7 +164,8 @@ class Supervisor:
             engine.stop(ENDING_S)
         return self.stop.signal
 
-    def _stop(self) -> int:
+    def _stop_roles(self) -> int:
+        """Ask the trainer to write a checkpoint and end, then end the others. Return the signal."""
         self.trainer.process.signal(signal.SIGTERM)
         deadline = time.monotonic() + STOPPING_S
         while self.trainer.process.is_alive() and time.monotonic() < deadline:

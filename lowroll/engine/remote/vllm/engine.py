@@ -206,12 +206,13 @@ class VllmEngine(EnginePool):
         """Take new weights as policy `update.version`, check them, and return the tag of the next
         request.
 
-        Requests in flight keep their adapter; a full update waits for their end. ValueError before
-        anything is sent. Raises NotArrived. After a failed update send no request; a full one
-        leaves vLLM paused.
+        Requests in flight keep their adapter; a full update waits for their end. Raises ValueError
+        for an update that this vLLM cannot take, before anything is sent, and NotArrived if its
+        log-probs are not those of the new weights. After a failed update send no request; a full
+        one leaves vLLM paused.
         """
         if in_flight == "replay":
-            raise ValueError("in_flight: a vLLM replays nothing")
+            raise ValueError("in_flight: replay is for lowroll's own engine; a vLLM has none")
         self.weights.check(update)
         digest = update.digest or update.content_digest()
         self.weights.send(update)
