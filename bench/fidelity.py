@@ -60,13 +60,13 @@ from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.mismatch import mismatch
 from lowroll.quant import mixed
-from lowroll.quant.budget import parse
+from lowroll.quant.format_budget import parse
 from lowroll.quant.formats import QTensor
 from lowroll.quant.table import low_bit
 from lowroll.runs.diagnose import DrawnSequences, draw, learner_points
 from lowroll.types import Request
 from lowroll.weights import gptq
-from lowroll.weights.budget import Calibration, allocate
+from lowroll.weights.format_search import Calibration, allocate
 from lowroll.weights.publish import quantize_base
 
 # A way to low bits: it puts a dense model's linear weights into codes, for good, and returns the

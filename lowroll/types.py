@@ -156,7 +156,7 @@ class BehaviorTag:
 @dataclass(frozen=True)
 class Evictions:
     """The keys that a bounded cache dropped of one sample, for a learner that scores the sampler's
-    policy (`model.replay`).
+    policy (`model.evicted_attention`).
 
     Compaction i = 1, 2, ... ran after the query at position `after[i - 1]`; later queries do not
     see what it dropped. `numbers` has shape [layers, heads, after[-1] + 1]: i for a key that

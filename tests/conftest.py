@@ -108,12 +108,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct's folder, for tests marked `real_model`: what `lowroll fetch smollm2` left
     on this machine. LOWROLL_FETCH=1 has it fetched here; otherwise nothing is downloaded."""
-    from lowroll.model import aliases
+    from lowroll.model import short_names
 
-    folder = aliases.place_of("smollm2")
+    folder = short_names.place_of("smollm2")
     if not folder.is_dir() and os.environ.get("LOWROLL_FETCH") != "1":
         pytest.skip("needs `lowroll fetch smollm2`, or LOWROLL_FETCH=1, which downloads 93 MB")
-    return aliases.fetch("smollm2")
+    return short_names.fetch("smollm2")
 
 
 @pytest.fixture(autouse=True)

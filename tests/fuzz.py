@@ -50,7 +50,7 @@ from lowroll.kv.policy.base import footprint
 from lowroll.model import hf, lora
 from lowroll.model.transformer import Transformer
 from lowroll.types import Group, Rollout
-from lowroll.weights.noise import Noise
+from lowroll.weights.exploration_noise import Noise
 from lowroll.weights.publish import publish, rollout_copy
 from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.gumbel import short_of_best

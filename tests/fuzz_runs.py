@@ -30,7 +30,7 @@ import lowroll
 from lowroll.config import from_mapping
 from lowroll.metrics.record import reproducible
 from lowroll.runs import demo
-from lowroll.runs.attempt import RunResult
+from lowroll.runs.session import RunResult
 from tests.fixtures.learner import mixture
 from tests.fixtures.runs import TINY, copy_stopped_after, fingerprint
 

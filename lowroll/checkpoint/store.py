@@ -31,7 +31,7 @@ from lowroll.checkpoint.atomic_folders import (
     verify_folder,
 )
 from lowroll.checkpoint.fault_injection import faultpoint
-from lowroll.checkpoint.replacement import foreign_in
+from lowroll.checkpoint.folder_swap import foreign_in
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lowroll.runs.attempt import RunResult
+    from lowroll.runs.session import RunResult
 
 
 def conclude(result: RunResult) -> int:

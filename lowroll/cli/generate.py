@@ -11,7 +11,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from lowroll.cli.settings import add_server, refuse_beside_server
-from lowroll.quant.budget import is_budget
+from lowroll.quant.format_budget import is_budget
 from lowroll.quant.table import DEFAULT, FORMATS
 
 if TYPE_CHECKING:

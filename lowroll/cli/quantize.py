@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lowroll.quant.budget import is_budget
+from lowroll.quant.format_budget import is_budget
 from lowroll.quant.table import low_bit
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def _rescale(model: Transformer, format: str, sequences: list[list[int]]) -> Non
 def _round(model: Transformer, format: str, sequences: list[list[int]]) -> None:
     from lowroll.metrics.progress import phases
     from lowroll.weights import gptq
-    from lowroll.weights.budget import Calibration, Reference
+    from lowroll.weights.format_search import Calibration, Reference
 
     dense = Reference(model, Calibration(sequences, [0] * len(sequences)).cut(KL_TOKENS, KL_PIECE))
     with phases() as on_phase:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowroll import machine
-from lowroll.quant.budget import is_budget, parse
+from lowroll.quant.format_budget import is_budget, parse
 from lowroll.quant.table import DEFAULT, FORMATS
 from lowroll.tool_calls import FORMATS as TOOL_FORMATS
 

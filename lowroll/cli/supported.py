@@ -15,7 +15,7 @@ from lowroll.model.names import hf_names, is_linear
 from lowroll.model.spec import ModelSpec, read_spec
 from lowroll.quant import mixed
 from lowroll.quant.formats import get_format
-from lowroll.weights import blockwise, noise
+from lowroll.weights import blockwise, exploration_noise
 
 SHOWN = ("bf16", "int8", "int4")  # formats whose sizes are shown
 
@@ -26,7 +26,7 @@ def refusals(spec: ModelSpec) -> dict[str, str]:
         "exact": exact.why_no_model(spec),
         "calibration": blockwise.why_not(spec),
         "uaq_scale": scaling.why_not(spec),
-        "noise": noise.why_not(spec),
+        "noise": exploration_noise.why_not(spec),
         "bounded and 8-bit caches": caches.why_not(spec),
     }
     return {feature: reason for feature, reason in reasons.items() if reason is not None}

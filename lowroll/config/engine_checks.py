@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from lowroll.config.document import Path
 from lowroll.config.schema import RunSettings
 from lowroll.config.section import Problem
-from lowroll.quant.budget import is_budget
+from lowroll.quant.format_budget import is_budget
 from lowroll.quant.table import STORED
 
 

@@ -4,8 +4,8 @@
     rollout.weights: max_kl=0.02          the same for the command line
     rollout.kv: {policy: rkv, budget: 512, buffer: 128}
 
-A budget is kept as text (`quant.budget`). Other keys of `rollout.kv` are the policy's options
-(`lowroll.kv.policy.table`).
+A budget is kept as text (`quant.format_budget`). Other keys of `rollout.kv` are the policy's
+options (`lowroll.kv.policy.table`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from lowroll.config.section import (
 )
 from lowroll.config.vllm import VllmConfig
 from lowroll.kv.policy.table import POLICIES, filled, problems
-from lowroll.quant import budget
-from lowroll.quant.budget import Budget, is_budget
+from lowroll.quant import format_budget
+from lowroll.quant.format_budget import Budget, is_budget
 from lowroll.quant.table import DEFAULT, FORMATS, OWN, STORED, is_dense
 from lowroll.types import nearest
 
@@ -82,7 +82,7 @@ def _check(value: Any, as_section: core_schema.ValidatorFunctionWrapHandler) -> 
     if not is_budget(value):
         return known(value, sorted((OWN, *FORMATS, STORED), key=is_dense))
     try:
-        return str(budget.parse(value))
+        return str(format_budget.parse(value))
     except ValueError as error:
         raise PydanticCustomError("budget", "{text}", {"text": str(error)}) from None
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 # The fate of samples in flight when the weights change or the cache is freed. "keep": they
-# continue. "replay": they begin again with their tokens as drafts (`engine.replay`).
+# continue. "replay": they begin again with their tokens as drafts (`engine.draft_replay`).
 InFlight = Literal["keep", "replay"]
 
 

@@ -36,9 +36,9 @@ from typing import TYPE_CHECKING
 
 from lowroll.engine.base import PartialSample
 from lowroll.engine.chunked_prefill import plan_passes
+from lowroll.engine.draft_replay import Replays, agreed, begin, drawn, plan_checks
 from lowroll.engine.logit_bias import needs_host
 from lowroll.engine.outputs import behavior_salt, drawn_by, give_up, rollouts_of
-from lowroll.engine.replay import Replays, agreed, begin, drawn, plan_checks
 from lowroll.engine.sequence import LiveGroup, Sequence, StepPlan
 from lowroll.engine.stops import stop_reason
 from lowroll.kv.pages import PagePool, page_keys

@@ -25,7 +25,8 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] | None = None
     spans: list[PolicySpan] = field(default_factory=list)
-    # tokens of earlier weights (`engine.replay`), until its own tokens differ or reach their end
+    # tokens of earlier weights (`engine.draft_replay`), until its own tokens differ or reach their
+    # end
     draft: list[int] = field(default_factory=list)
     slot: int = -1
     pages: list[int] = field(default_factory=list)  # in order of keys

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lowroll.kernels.matmul import ordered
 from lowroll.kernels.training.swiglu_lora import Update
-from lowroll.model import frozen
+from lowroll.model import frozen_product
 from lowroll.model.logprobs import float32_product
 from lowroll.quant import fp8
 from lowroll.quant.formats import QTensor, float_product, multiplicand
@@ -189,9 +189,9 @@ def _base_product(
     b_NL: Tensor,
 ) -> Tensor:
     if low_TL is None and codes is not None:
-        return frozen.multiply(x_TK, codes, bias_N)
+        return frozen_product.multiply(x_TK, codes, bias_N)
     if low_TL is not None and codes is not None:
-        return frozen.add_product(F.linear(low_TL, b_NL, bias_N), x_TK, codes)
+        return frozen_product.add_product(F.linear(low_TL, b_NL, bias_N), x_TK, codes)
     assert weight_NK is not None
     if low_TL is None:
         return F.linear(x_TK, weight_NK, bias_N)
@@ -228,7 +228,7 @@ def _input_gradient(
         return fp8.gradient(grad_TN, transposed).addmm_(low_grad_TL, a_LK)
     x_grad_TK = low_grad_TL @ a_LK
     if codes is not None:
-        frozen.add_input_gradient(x_grad_TK, grad_TN, codes)
+        frozen_product.add_input_gradient(x_grad_TK, grad_TN, codes)
         return x_grad_TK
     assert weight_NK is not None
     return x_grad_TK.addmm_(grad_TN, weight_NK)

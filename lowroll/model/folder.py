@@ -85,8 +85,8 @@ def resolve(
     connect: bool = True,
     key: str = "model",
 ) -> Path:
-    """Return a local model folder: a path, which comes first; a short name (`model.aliases`); the
-    folder of a GGUF file (`model.gguf`); or a downloaded hub id, at its newest commit or the
+    """Return a local model folder: a path, which comes first; a short name (`model.short_names`);
+    the folder of a GGUF file (`model.gguf`); or a downloaded hub id, at its newest commit or the
     revision.
 
     weights: download them too. connect: else only this machine's hub cache is searched. key: the
@@ -101,10 +101,10 @@ def resolve(
         return gguf.folder_of(folder)
     name = str(source)
     if "/" not in name:
-        from lowroll.model import aliases
+        from lowroll.model import short_names
 
-        if name in aliases.KNOWN:
-            return aliases.folder_of(name, key)
+        if name in short_names.KNOWN:
+            return short_names.folder_of(name, key)
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ValueError(
             f"{key}: {name!r} is neither a folder, nor a hub id of the form owner/name, "

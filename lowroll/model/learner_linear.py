@@ -26,7 +26,7 @@ from lowroll.kernels.fused.swiglu import silu_mul, silu_mul_backward
 from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.quantize.rows import Product, QuantizedRows
 from lowroll.kernels.training.swiglu_lora import Update
-from lowroll.model import frozen
+from lowroll.model import frozen_product
 from lowroll.model.linear import Linear
 from lowroll.model.recompute import remake
 from lowroll.quant import fp8
@@ -93,7 +93,7 @@ def _input_gradient(
         return fp8.gradient(grad_TN, transposed)
     assert weight is not None
     if isinstance(weight, QTensor):
-        return frozen.input_gradient(grad_TN, weight)
+        return frozen_product.input_gradient(grad_TN, weight)
     return grad_TN @ weight
 
 
@@ -181,7 +181,7 @@ class _FrozenProduct(torch.autograd.Function):
         if exact:
             return float_product(x_TK, multiplicand(weight, x_TK.dtype), bias_N, exact)
         bias_in_dtype_N = None if bias_N is None else bias_N.to(x_TK.dtype)
-        return frozen.multiply(x_TK, weight, bias_in_dtype_N)
+        return frozen_product.multiply(x_TK, weight, bias_in_dtype_N)
 
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:

@@ -21,13 +21,13 @@ from lowroll.model import adapter_base as bases
 from lowroll.model import adapter_card
 from lowroll.model.adapter import Adapter
 from lowroll.model.adapter_base import read_adapter_config
-from lowroll.model.aliases import KNOWN
 from lowroll.model.config_values import integer, positive
 from lowroll.model.device import total_memory
 from lowroll.model.files import some, tensor_headers
 from lowroll.model.folder import copy_tokenizer, resolve
 from lowroll.model.headers import low_bit_format, require_headers
 from lowroll.model.names import FUSED, features_read
+from lowroll.model.short_names import KNOWN
 from lowroll.model.spec import ModelSpec
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, all_finite

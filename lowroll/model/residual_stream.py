@@ -20,8 +20,8 @@ def dense(stream: Stream) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * (weight + offset), with float32 statistics. `noise` (`weights.noise`) is added
-    to the weight, in float32."""
+    """x / rms(x) * (weight + offset), with float32 statistics. `noise`
+    (`weights.exploration_noise`) is added to the weight, in float32."""
 
     def __init__(
         self,

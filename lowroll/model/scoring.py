@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lowroll.model import hf
+from lowroll.model.evicted_attention import check_evictions, replayed
 from lowroll.model.logprobs import token_log_probs
-from lowroll.model.replay import check_evictions, replayed
 from lowroll.model.transformer import Transformer
 from lowroll.types import Evictions
 

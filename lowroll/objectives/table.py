@@ -155,9 +155,9 @@ CORRECTIONS: dict[str, Correction] = {
     "sparse": Correction(
         f"M w {_CLIPPED_TERM}, M = 0 for a sequence with any w < veto",
         "Sparse-RL eq. 5-7",
-        "lowroll.objectives.sparse:sparse",
+        "lowroll.objectives.sparse_rl:sparse",
         ("proximal", "behavior"),
-        judge="lowroll.objectives.sparse:judge_sparse",
+        judge="lowroll.objectives.sparse_rl:judge_sparse",
     ),
     "aipo": Correction(
         "keep sg[rho (adv_tau A + teacher_tau (teacher - learner) - kl_tau log rho)] log pi",

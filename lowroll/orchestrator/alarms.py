@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from lowroll.envs.tasks import prompt_at
+from lowroll.envs.checked_prompts import prompt_at
 from lowroll.orchestrator.errors import describe
 from lowroll.orchestrator.interfaces import Scorer
 from lowroll.orchestrator.settings import SOLVED

@@ -35,8 +35,8 @@ from lowroll.orchestrator.interfaces import (
     Tokenizer,
     WeightsWatch,
 )
-from lowroll.orchestrator.journal import Journal
 from lowroll.orchestrator.ledger import POOLS, Ledger, check_state, state_of
+from lowroll.orchestrator.ledger_file import Journal
 from lowroll.orchestrator.pending_batch import PendingBatch, reason_without_signal
 from lowroll.orchestrator.prompt_source import PromptDraw, PromptSource, seed_of
 from lowroll.orchestrator.rollout_buffer import OpenGroup, RolloutBuffer

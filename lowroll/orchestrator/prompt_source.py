@@ -17,8 +17,8 @@ from itertools import accumulate
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from lowroll.envs.checked_prompts import prompt_at
 from lowroll.envs.curriculum import LevelProgress
-from lowroll.envs.tasks import prompt_at
 from lowroll.orchestrator.conversations import Dialogue
 from lowroll.orchestrator.errors import NoSignal
 from lowroll.orchestrator.interfaces import Tokenizer

@@ -16,8 +16,8 @@ from typing import Any
 from lowroll.orchestrator.errors import InvalidRollout
 from lowroll.orchestrator.groups import ScoredGroup, check_group
 from lowroll.orchestrator.interfaces import EngineClient
-from lowroll.orchestrator.journal import Journal
 from lowroll.orchestrator.ledger import GroupPlan, Ledger
+from lowroll.orchestrator.ledger_file import Journal
 from lowroll.orchestrator.pending_batch import DroppedGroup, PendingBatch
 from lowroll.orchestrator.prompt_source import PromptDraw, PromptSource
 from lowroll.orchestrator.settings import Settings

@@ -20,7 +20,7 @@ from lowroll.kv.policy.base import CachePolicy
 from lowroll.kv.tokens_saved import saving
 from lowroll.orchestrator.conversations import Conversations
 from lowroll.orchestrator.interfaces import BatchSender, PhaseProgress, WeightsWatch
-from lowroll.orchestrator.journal import Journal
+from lowroll.orchestrator.ledger_file import Journal
 from lowroll.orchestrator.loop import Orchestrator
 from lowroll.runs.assembly import environments, orchestrator, prompts
 from lowroll.runs.evaluations import EvaluationEngine, Evaluations

@@ -1,5 +1,5 @@
-"""Calibration text as token ids for `weights.awq`, `weights.gptq` and `weights.budget`, and a run's
-first requests.
+"""Calibration text as token ids for `weights.awq`, `weights.gptq` and `weights.format_search`, and
+a run's first requests.
 
 A `.jsonl` file has a document a line, `{"text": "..."}` or `{"messages": [...]}`, or is of `lowroll
 eval` or a run. Other files are plain text, cut into pieces.

@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lowroll.checkpoint.replacement import foreign_in, remove_published
+from lowroll.checkpoint.folder_swap import foreign_in, remove_published
 from lowroll.config import RunConfig, from_mapping
 from lowroll.engine.base import Engine
 from lowroll.engine.native import NativeEngine
@@ -36,9 +36,9 @@ from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.evaluate import evaluate
 from lowroll.runs.assembly import engines, environments, models, orchestrator
 from lowroll.runs.assembly.compute import Compute
-from lowroll.runs.attempt import RunResult
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.grpo import run
+from lowroll.runs.session import RunResult
 from lowroll.runs.sft import warm_start
 from lowroll.types import Request
 

@@ -46,7 +46,7 @@ from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.mismatch import mismatch
 from lowroll.quant.formats import get_format
-from lowroll.runs import budget
+from lowroll.runs import chosen_formats
 from lowroll.runs.assembly import engines, models
 from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.calibration import first_requests
@@ -310,8 +310,10 @@ def _with_formats(
     cfg: RunConfig, run: Path | None, compute: Compute, chat: ChatTokenizer
 ) -> RunConfig:
     if run is not None:
-        return budget.settled(cfg, run, compute)
-    return budget.with_weights(cfg, budget.named(cfg.rollout.weights, cfg, compute, chat))
+        return chosen_formats.settled(cfg, run, compute)
+    return chosen_formats.with_weights(
+        cfg, chosen_formats.named(cfg.rollout.weights, cfg, compute, chat)
+    )
 
 
 def _newest_checkpoint(run: Path) -> Checkpoint | None:

@@ -32,11 +32,11 @@ from lowroll.orchestrator.evaluate import check_errors, plan
 from lowroll.orchestrator.examples import Example
 from lowroll.orchestrator.interfaces import PhaseProgress
 from lowroll.quant.table import OWN, STORED
-from lowroll.runs import budget
+from lowroll.runs import chosen_formats
 from lowroll.runs.assembly import engines, environments, models, orchestrator, prompts
 from lowroll.runs.assembly.compute import Compute
+from lowroll.runs.evaluation_log import Responses
 from lowroll.runs.remote_model import Server
-from lowroll.runs.responses import Responses
 from lowroll.runs.results import EngineAnswers, folder_of, leave, rows_of
 from lowroll.types import Score
 
@@ -66,7 +66,7 @@ def evaluate(
     chat = models.chat_of(cfg)
     names_by_format: dict[str, str] = {}  # two names may mean one format
     for requested in requested_weights:
-        name = budget.named(requested, cfg, compute, chat)
+        name = chosen_formats.named(requested, cfg, compute, chat)
         names_by_format.setdefault(compute.format(name), name)
     model = hf.load(cfg.model, compute.device, compute.dtype)
     spec = model.spec

@@ -28,10 +28,10 @@ from lowroll.model.spec import read_config
 from lowroll.model.tokenizer import tokenizer_home
 from lowroll.model.transformer import Transformer
 from lowroll.quant import dense, mixed
-from lowroll.quant.budget import is_budget
+from lowroll.quant.format_budget import is_budget
 from lowroll.quant.formats import get_format
 from lowroll.quant.layouts import unread_by_transformers
-from lowroll.runs import budget, sft
+from lowroll.runs import chosen_formats, sft
 from lowroll.runs.assembly import engines, models
 from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.monitor import fallen_to
@@ -126,7 +126,7 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
     source = resolve(cfg.model)
     gap = note = None
     if kind == "rollout":
-        settled_cfg = budget.settled(cfg, run, compute)
+        settled_cfg = chosen_formats.settled(cfg, run, compute)
         weight_format = compute.format(fallen_to(checkpoint.state) or settled_cfg.rollout.weights)
         dtype = get_format(weight_format).dtype or compute.dtype
         note = _save_rollout(rollout_copy(model, weight_format, dtype), out, source)
@@ -178,7 +178,7 @@ def _load_learner(cfg: RunConfig, saved: Checkpoint, run: Path) -> tuple[Transfo
         dtypes = [torch.float32, torch.bfloat16]
     for dtype in dtypes:
         compute = replace(cpu_compute, dtype=dtype)
-        model = models.learner(budget.settled(cfg, run, compute), compute)
+        model = models.learner(chosen_formats.settled(cfg, run, compute), compute)
         if digest(model) == saved.meta["base"]:
             is_sft = saved.meta.get("command") == "sft"
             trainer_state = saved.state if is_sft else saved.state["trainer"]

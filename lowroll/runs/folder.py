@@ -21,13 +21,13 @@ from typing import Any
 from lowroll.checkpoint.atomic_files import write_file
 from lowroll.checkpoint.atomic_folders import read_meta
 from lowroll.checkpoint.disk_space import Space
-from lowroll.checkpoint.lock import LOCK
-from lowroll.checkpoint.replacement import (
+from lowroll.checkpoint.folder_swap import (
     foreign_in,
     remove_published,
     replace_folder,
     settle_folder,
 )
+from lowroll.checkpoint.lock import LOCK
 from lowroll.checkpoint.store import DAMAGED, Store
 from lowroll.config import RunConfig
 from lowroll.metrics.page import REPORT_FILE, is_report
@@ -53,7 +53,7 @@ from lowroll.types import Batch
 log = logging.getLogger(__name__)
 
 CONFIG, FINAL, LOGS, ENVIRONMENTS = "config.yaml", "final", "logs", "environments"
-WEIGHTS = "rollout_weights.json"  # formats by layer (`runs.budget`)
+WEIGHTS = "rollout_weights.json"  # formats by layer (`runs.chosen_formats`)
 BATCHES = ("rollouts", "offending")
 ROLES = ("roles", "orchestrator", "broadcasts")  # of a run with roles
 _FIRST_LINE = re.compile(r"# lowroll (\w+): the settings of the run in this folder\n")

@@ -1,4 +1,4 @@
-"""The search of formats for a budget (`weights.budget`), on the dense model's responses."""
+"""The search of formats for a budget (`weights.format_search`), on the dense model's responses."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from lowroll.model.spec import read_spec
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.quant import mixed
-from lowroll.quant.budget import is_budget, parse
+from lowroll.quant.format_budget import is_budget, parse
 from lowroll.quant.table import OWN, STORED
 from lowroll.runs.assembly import models
 from lowroll.runs.assembly.compute import Compute
-from lowroll.runs.attempt import tell
 from lowroll.runs.calibration import calibration_sequences, first_requests
+from lowroll.runs.session import tell
 from lowroll.types import Request, Sample
-from lowroll.weights.budget import Allocation, Calibration, allocate
+from lowroll.weights.format_search import Allocation, Calibration, allocate
 
 NUM_PROMPTS = 8
 RESPONSE_TOKENS = 48  # at most, for each response

@@ -23,10 +23,9 @@ from lowroll.metrics.record import Record, read
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.errors import NoSignal
-from lowroll.runs import budget
+from lowroll.runs import chosen_formats
 from lowroll.runs.assembly import configuration, engines, models, prompts
 from lowroll.runs.assembly.compute import Compute
-from lowroll.runs.attempt import RunResult, attempt, run_steps, tell
 from lowroll.runs.batches import BatchSource, RunEnvironments
 from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.evaluations import around
@@ -35,6 +34,7 @@ from lowroll.runs.learner import Learner, Policy
 from lowroll.runs.memory import fit, sizes
 from lowroll.runs.memory.plan import Planner
 from lowroll.runs.rollouts import RolloutEngine
+from lowroll.runs.session import RunResult, attempt, run_steps, tell
 from lowroll.runs.stop import Stop, polite_stop
 from lowroll.transport.memory import MemoryRolloutChannel
 
@@ -101,7 +101,7 @@ class Run:
         self.compute = Compute.of(home.cfg)
         outline = self._checked_outline()
         chat = models.chat_of(home.cfg)
-        cfg = budget.settle(home, self.compute, chat, resume)
+        cfg = chosen_formats.settle(home, self.compute, chat, resume)
         tasks = RunEnvironments(cfg)
         planner = self._planner(cfg, outline, chat, tasks)
         cfg = sizes.chosen(planner, cfg)

@@ -26,8 +26,8 @@ from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.interfaces import PhaseProgress
 from lowroll.parallel.ranks import ALONE, Ranks
-from lowroll.quant.budget import is_budget
-from lowroll.runs import budget, identity
+from lowroll.quant.format_budget import is_budget
+from lowroll.runs import chosen_formats, identity
 from lowroll.runs.assembly import models, trainer
 from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.assembly.description import about
@@ -183,7 +183,7 @@ class Learner:
         self.heed_monitor()
         self.publisher.publish(self.version)
         self.home.resume(saved.step, self.about())
-        budget.cut(self.home, saved.step)
+        chosen_formats.cut(self.home, saved.step)
         self.made = saved.step
         log.info("resumed after step %d", saved.step)
         return saved.step + 1
@@ -265,7 +265,7 @@ class Learner:
 
     def _choose_formats(self, guard: Guard) -> None:
         samples = [] if self._batch is None else self._batch.samples
-        choice = budget.again(self.home, self.budget, self.model, samples, self.version)
+        choice = chosen_formats.again(self.home, self.budget, self.model, samples, self.version)
         if choice is None:
             guard.without_choice()
         else:

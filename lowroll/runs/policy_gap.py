@@ -22,7 +22,7 @@ from lowroll.quant.formats import stored_format
 from lowroll.transport.codec import CodecError
 from lowroll.transport.rollout_log import read_rollouts, rollout_files
 from lowroll.types import Batch, Sample
-from lowroll.weights import aligned_forward, noise
+from lowroll.weights import aligned_forward, exploration_noise
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ def excerpt(batch: Batch, most: int = 4096) -> Batch | None:
 
 def scores(model: Transformer, batch: Batch) -> Tensor:
     """Return `token_scores` of the dense forward, without noise."""
-    with aligned_forward.suspended(model), noise.muted(model):
+    with aligned_forward.suspended(model), exploration_noise.muted(model):
         return token_scores(model, batch, batch.temperature)
 
 

@@ -23,9 +23,9 @@ from lowroll.model.spec import read_spec
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.groups import for_scorer
-from lowroll.quant.budget import is_budget
+from lowroll.quant.format_budget import is_budget
 from lowroll.quant.table import EIGHT_BITS, STORED
-from lowroll.runs import budget, format_search, hub, sft
+from lowroll.runs import chosen_formats, format_search, hub, sft
 from lowroll.runs.assembly import (
     engines,
     environments,
@@ -123,14 +123,14 @@ def _with_formats(cfg: RunConfig, found: Findings) -> RunConfig:
     if cfg.launcher != "none" or not (weights == STORED or is_budget(weights)):
         return cfg
     if weights == STORED:
-        stored_format = found.attempt(lambda: budget.stored(cfg, Compute.of(cfg).dtype))
-        return budget.with_weights(cfg, stored_format or EIGHT_BITS)
+        stored_format = found.attempt(lambda: chosen_formats.stored(cfg, Compute.of(cfg).dtype))
+        return chosen_formats.with_weights(cfg, stored_format or EIGHT_BITS)
     found.attempt(lambda: format_search.refuse_model(cfg))
     found.notes.append(
         f"rollout.weights: {cfg.rollout.weights}: the formats are searched for when the run starts; "
         f"the memory is that of {EIGHT_BITS}"
     )
-    return budget.with_weights(cfg, EIGHT_BITS)
+    return chosen_formats.with_weights(cfg, EIGHT_BITS)
 
 
 def _plan_memory(found: Findings, planner: Planner, cfg: RunConfig) -> None:
@@ -155,7 +155,10 @@ def look_at_sft(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     findings.attempt(lambda: RunFolder(cfg, "sft").check(resume, overwrite))
     compute = findings.attempt(lambda: Compute.of(cfg))
     if compute is not None:
-        cfg = findings.attempt(lambda: budget.settled(cfg, Path(cfg.output_dir), compute)) or cfg
+        cfg = (
+            findings.attempt(lambda: chosen_formats.settled(cfg, Path(cfg.output_dir), compute))
+            or cfg
+        )
     model = findings.attempt(lambda: _learner(cfg, compute, findings)) if compute else None
     chat = findings.attempt(lambda: models.chat_of(cfg)) if model else None
     findings.attempt(lambda: _check_settings(cfg))

@@ -13,8 +13,8 @@ from lowroll.config.resolve import RunConfig
 from lowroll.config.rollout import RolloutConfig
 from lowroll.config.section import Section
 from lowroll.config.train import TrainConfig
-from lowroll.runs.attempt import RunResult
 from lowroll.runs.grpo import run
+from lowroll.runs.session import RunResult
 
 # Their settings may be given without the section's name.
 SECTIONS: dict[str, type[Section]] = {"rollout": RolloutConfig, "train": TrainConfig}

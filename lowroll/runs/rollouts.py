@@ -20,7 +20,7 @@ from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.memory.plan import Planner
 from lowroll.types import Group, Request, RunFailed
 from lowroll.weights.aligned_forward import realign
-from lowroll.weights.noise import Noise, share
+from lowroll.weights.exploration_noise import Noise, share
 from lowroll.weights.update_metrics import AdapterWatch, WeightWatch
 
 log = logging.getLogger(__name__)

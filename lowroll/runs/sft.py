@@ -20,17 +20,17 @@ from lowroll.metrics.record import Record, read
 from lowroll.model import hf, lora
 from lowroll.model.folder import resolve
 from lowroll.model.tokenizer import ChatTokenizer
-from lowroll.quant.budget import is_budget
+from lowroll.quant.format_budget import is_budget
 from lowroll.quant.table import DEFAULT
-from lowroll.runs import budget
+from lowroll.runs import chosen_formats
 from lowroll.runs.assembly import engines, environments, models
 from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.assembly.description import about, learned
 from lowroll.runs.assembly.settings_from_config import Mirror
-from lowroll.runs.attempt import RunResult, attempt, run_steps, tell
 from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.memory import sizes
+from lowroll.runs.session import RunResult, attempt, run_steps, tell
 from lowroll.runs.stop import polite_stop
 from lowroll.trainer.optim import OptimSettings
 from lowroll.trainer.packing import num_fed
@@ -172,7 +172,7 @@ def _format_metric(value: float | None, spec: str) -> str:
 
 
 def _build_learner(cfg: RunConfig, compute: Compute) -> SftLearner:
-    cfg = budget.settled(plain(cfg), Path(cfg.output_dir), compute)
+    cfg = chosen_formats.settled(plain(cfg), Path(cfg.output_dir), compute)
     chat, training_examples = models.chat_of(cfg), examples(cfg)
     sized_cfg = _choose_sizes(cfg, compute, chat, training_examples)
     tell(*(note for note in sized_cfg.notes if note not in cfg.notes))

@@ -30,7 +30,7 @@ from lowroll.weights.sync.base import (
 )
 
 if TYPE_CHECKING:
-    from lowroll.weights.noise import Noise
+    from lowroll.weights.exploration_noise import Noise
     from lowroll.weights.sync.client import WeightClient
     from lowroll.weights.sync.update import WeightUpdate
 
@@ -194,7 +194,7 @@ def _is_published(folder: Path) -> bool:
 
 
 def _noise_of(broadcast: Broadcast | None, able: Capabilities) -> Noise | None:
-    from lowroll.weights.noise import Noise
+    from lowroll.weights.exploration_noise import Noise
 
     if broadcast is None or broadcast.noise is None:
         return None

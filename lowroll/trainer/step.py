@@ -14,7 +14,8 @@ policy that the rollouts recorded, and the frozen reference; all at the sampling
    packed as the updates, because a product with another number of rows rounds differently. So R = 1
    bit for bit until the weights change.
 3. A sequence with advantage 0 runs forward only, unless a KL term needs its gradient.
-4. With `replay_kv` the learner alone attends to what each sample's cache held (`model.replay`).
+4. With `replay_kv` the learner alone attends to what each sample's cache held
+(`model.evicted_attention`).
 5. The KL term omits tokens that the objective rejects; denominators count them.
 
 T: tokens fed, N: response tokens.
@@ -34,8 +35,8 @@ from torch import Tensor
 
 from lowroll.model import lora
 from lowroll.model.attention import Attend
+from lowroll.model.evicted_attention import check_evictions, replayed
 from lowroll.model.logprobs import token_log_probs
-from lowroll.model.replay import check_evictions, replayed
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.kl import penalty
 from lowroll.objectives.mismatch import by_length, by_staleness, mismatch
@@ -55,7 +56,7 @@ from lowroll.trainer.packing import (
     split_groups,
 )
 from lowroll.types import Batch, RunFailed, Sample, Score
-from lowroll.weights import derived_tensors, noise
+from lowroll.weights import derived_tensors, exploration_noise
 
 MAX_REFUSALS = 3  # non-finite updates in a row that end the run
 
@@ -376,7 +377,7 @@ def _anchors(
     if settings.kl_coef and reference is not None:
         reference_lp = replace(dense, model=reference).run(portions).log_probs
     elif settings.kl_coef:
-        with lora.disabled(forward.model), noise.muted(forward.model):
+        with lora.disabled(forward.model), exploration_noise.muted(forward.model):
             reference_lp = dense.run(portions).log_probs
     if settings.has_teacher and teacher is not None:
         teacher_lp = replace(dense, model=teacher).run(portions).log_probs

@@ -27,7 +27,7 @@ from lowroll.quant.dense import over
 from lowroll.quant.formats import QTensor, get_format, stored_format
 from lowroll.quant.table import STORED
 from lowroll.weights.aligned_forward import quantized
-from lowroll.weights.noise import Noise, draw, noisy_norms
+from lowroll.weights.exploration_noise import Noise, draw, noisy_norms
 
 log = logging.getLogger(__name__)
 

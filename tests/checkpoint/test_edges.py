@@ -14,8 +14,8 @@ import torch
 from lowroll.checkpoint.atomic_files import is_disk_full
 from lowroll.checkpoint.atomic_folders import TEMPORARY, publish_folder, verify_folder
 from lowroll.checkpoint.fault_injection import VARIABLE, faultpoint
+from lowroll.checkpoint.folder_swap import replace_folder
 from lowroll.checkpoint.lock import RunLock
-from lowroll.checkpoint.replacement import replace_folder
 from lowroll.checkpoint.store import Store
 
 

@@ -18,8 +18,8 @@ from lowroll.checkpoint.fault_injection import VARIABLE, observers
 from lowroll.config import from_mapping
 from lowroll.metrics.record import Recorder, read
 from lowroll.runs import demo
-from lowroll.runs.attempt import log_file
 from lowroll.runs.policy_gap import excerpt, newest_batch
+from lowroll.runs.session import log_file
 from lowroll.transport.rollout_log import write_rollouts
 from lowroll.types import Batch, BehaviorTag, PolicySpan, Prompt, Rollout, RunFailed, Sample, Score
 from tests.fixtures.batches import batch_of

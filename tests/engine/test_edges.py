@@ -20,7 +20,7 @@ from lowroll.engine.sequence import LiveGroup, Sequence
 from lowroll.kv.cache import KVCache
 from lowroll.model import hf
 from lowroll.model.spec import read_spec
-from lowroll.weights.noise import Noise
+from lowroll.weights.exploration_noise import Noise
 from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.scheduling import NEED
 from tests.fixtures.tiny import COMMON, hf_folder

@@ -16,7 +16,7 @@ from lowroll.kv.policy.base import CachePolicy, Compaction
 from lowroll.kv.policy.recorder import CompactionRecorder
 from lowroll.kv.policy.table import make
 from lowroll.model import hf
-from lowroll.model.replay import check_evictions, pack_evictions, unpack_evictions
+from lowroll.model.evicted_attention import check_evictions, pack_evictions, unpack_evictions
 from lowroll.model.transformer import Transformer
 from lowroll.types import Evictions, Group, Rollout
 from lowroll.weights.sync.update import WeightUpdate

@@ -45,7 +45,7 @@ from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
 from lowroll.parallel.store import tcp_store
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request
-from lowroll.weights.noise import Noise
+from lowroll.weights.exploration_noise import Noise
 from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.engines import engine_of, prompt
 from tests.fixtures.fake_vllm import FakeVllm, Tree, honest

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lowroll import Engine, Request
-from lowroll.engine import replay
+from lowroll.engine import draft_replay
 from lowroll.engine.base import replayed
-from lowroll.engine.replay import Replays, plan_checks
+from lowroll.engine.draft_replay import Replays, plan_checks
 from lowroll.engine.request import noise_key
 from lowroll.engine.sequence import LiveGroup, Sequence
 from lowroll.kv.policy.table import make
@@ -23,7 +23,7 @@ from lowroll.model import hf, lora
 from lowroll.model.logprobs import log_probs
 from lowroll.model.transformer import Transformer
 from lowroll.types import Group
-from lowroll.weights.noise import Noise
+from lowroll.weights.exploration_noise import Noise
 from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.engines import engine_of, prompt
 from tests.fixtures.formats import LAYOUTS
@@ -433,7 +433,7 @@ def test_an_update_that_does_not_fit_leaves_what_is_in_flight_alone(
 def sample_with(draft: list[int], drawn: int = 1, **fields: Any) -> Sequence:
     request = Request([1, 2], **{"max_tokens": 2000, **fields})
     group = LiveGroup(0, request, (), NEED)
-    replay.begin(group, [draft])
+    draft_replay.begin(group, [draft])
     group.leader.token_ids = draft[:drawn]
     return group.leader
 
@@ -487,7 +487,7 @@ def test_long_drafts_run_in_pieces_and_stop_where_they_differ(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pieces of 4, then of as much as has been kept; logits of 3 rows at a time."""
-    monkeypatch.setattr(replay, "FIRST", 4)
+    monkeypatch.setattr(draft_replay, "FIRST", 4)
     monkeypatch.setattr("lowroll.engine.runner.SCORE_ROWS", 3)
     pieces: list[int] = []
     engine = engine_of(folder)

@@ -12,7 +12,7 @@ import torch
 from lowroll.engine.sampler import SamplingBatch, distribution, require_finite, sample, shaped
 from lowroll.engine.sequence import LiveGroup, Sequence
 from lowroll.kernels.sampling.filters import Filters
-from lowroll.kernels.sampling.noise import philox4x32
+from lowroll.kernels.sampling.gumbel_noise import philox4x32
 from lowroll.types import Request
 from tests.fixtures.gumbel import short_of_best
 from tests.fixtures.scheduling import NEED

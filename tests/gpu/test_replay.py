@@ -14,7 +14,7 @@ from lowroll import Engine, Request, score
 from lowroll.kv.policy.table import make
 from lowroll.model import hf
 from lowroll.model.attention import AttentionInputs
-from lowroll.model.replay import replayed
+from lowroll.model.evicted_attention import replayed
 from tests.fixtures.engines import prompt
 from tests.fixtures.evictions import random_evictions, sees
 from tests.fixtures.policies import masked_attention

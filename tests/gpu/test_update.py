@@ -17,7 +17,7 @@ from lowroll.kernels import checksum
 from lowroll.model import hf, lora, shards
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
-from lowroll.weights.noise import Noise
+from lowroll.weights.exploration_noise import Noise
 from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy, rollout_load
 from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.masters import nudge, pointers, tensors

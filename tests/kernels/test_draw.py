@@ -14,7 +14,7 @@ from lowroll.kernels.sampling import avx2, tile_statistics
 from lowroll.kernels.sampling import draw as drawing
 from lowroll.kernels.sampling.draw import distribution, draw, winners
 from lowroll.kernels.sampling.filters import Filters, keep
-from lowroll.kernels.sampling.noise import STREAM, gumbel
+from lowroll.kernels.sampling.gumbel_noise import STREAM, gumbel
 from lowroll.kernels.sampling.tile_statistics import TILE
 from lowroll.kernels.support import no
 from tests.fixtures import gumbel as oracle

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.matmul import float32_by_int8, w8a8_onednn
-from lowroll.model import frozen
+from lowroll.model import frozen_product
 from lowroll.model.learner_linear import LearnerLinear
 from lowroll.quant.formats import get_format
 
@@ -90,7 +90,7 @@ def test_a_frozen_layer_multiplies_as_its_dequantized_matrix(
     assert "onednn of the transpose" in layer.weight.packed
     with torch.no_grad():
         assert torch.equal(layer(given), mine[0])  # with gradients and without: the same bits
-    monkeypatch.setattr(frozen, "_in_bytes", lambda x, weight: False)
+    monkeypatch.setattr(frozen_product, "_in_bytes", lambda x, weight: False)
     for got, want in zip(mine, found(), strict=True):
         assert (got - want).abs().max() < 2e-5 * want.abs().max()
 
@@ -100,4 +100,4 @@ def test_other_formats_are_dequantized() -> None:
     weight = get_format("fp8").quantize(torch.randn(512, 512))
     x = torch.randn(3, 512)
     want = x @ weight.dequantize(torch.float32).t()
-    torch.testing.assert_close(frozen.multiply(x, weight, None), want)
+    torch.testing.assert_close(frozen_product.multiply(x, weight, None), want)

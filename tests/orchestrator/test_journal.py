@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from lowroll.orchestrator.audit import Audit, check
-from lowroll.orchestrator.journal import Journal, read
+from lowroll.orchestrator.ledger_check import Audit, check
+from lowroll.orchestrator.ledger_file import Journal, read
 
 
 def write(path, *events):

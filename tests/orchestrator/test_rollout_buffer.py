@@ -11,10 +11,10 @@ from functools import partial
 
 import pytest
 
-from lowroll.orchestrator.audit import Audit, check
 from lowroll.orchestrator.errors import InvalidRollout
-from lowroll.orchestrator.journal import Journal, read
 from lowroll.orchestrator.ledger import GroupPlan
+from lowroll.orchestrator.ledger_check import Audit, check
+from lowroll.orchestrator.ledger_file import Journal, read
 from lowroll.orchestrator.rollout_buffer import RolloutsStalled
 from lowroll.orchestrator.settings import SamplingSettings, Settings
 from lowroll.orchestrator.staleness import stale_in_flight

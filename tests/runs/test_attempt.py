@@ -30,8 +30,8 @@ from lowroll.metrics.record import read, reproducible
 from lowroll.metrics.report import write_report
 from lowroll.orchestrator.loop import Orchestrator
 from lowroll.runs import sft, stop
-from lowroll.runs.attempt import RunResult
 from lowroll.runs.evaluations import Evaluations
+from lowroll.runs.session import RunResult
 from lowroll.runs.sft import SftRun, run_sft
 from lowroll.trainer.sft import SftLearner
 from tests.fixtures.runs import copy_stopped_after, fingerprint

@@ -27,7 +27,7 @@ from lowroll.runs import policy_gap
 from lowroll.runs.assembly import engines
 from lowroll.runs.export import export_run, quantize_folder
 from lowroll.transport.rollout_log import read_rollouts
-from lowroll.weights import aligned_forward, noise
+from lowroll.weights import aligned_forward, exploration_noise
 from lowroll.weights.publish import digest, quantize_base
 from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.adapters import LORA, SEQUENCES
@@ -87,7 +87,7 @@ def test_final_is_the_policy_that_learned(case: str, model: Path, tmp_path: Path
         session = run_session(tree, stack)
         session.finish(2)
         where, learner = session.compute, session.learner.model
-        with aligned_forward.suspended(learner), noise.muted(learner):
+        with aligned_forward.suspended(learner), exploration_noise.muted(learner):
             wanted = logp(learner)
         exact = session.rollouts.engine.model.exact
         fallen = session.rollouts.engine.behavior.weights != weights

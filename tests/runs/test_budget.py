@@ -20,13 +20,13 @@ from lowroll.model import hf
 from lowroll.model.headers import low_bit_format
 from lowroll.model.tokenizer import load_tokenizer
 from lowroll.quant import mixed
-from lowroll.quant.budget import Budget
+from lowroll.quant.format_budget import Budget
 from lowroll.quant.formats import get_format
 from lowroll.quant.mixed import Mixed
 from lowroll.quant.table import EIGHT_BITS
-from lowroll.runs import budget, preflight, sft
+from lowroll.runs import chosen_formats, preflight, sft
 from lowroll.runs.assembly.trainer import guard as build_guard
-from lowroll.runs.budget import FILE
+from lowroll.runs.chosen_formats import FILE
 from lowroll.runs.diagnose import diagnose
 from lowroll.runs.evaluate import evaluate
 from lowroll.runs.export import export_run, quantize_folder
@@ -412,7 +412,7 @@ def test_nothing_to_measure_on_is_no_choice(
 ) -> None:
     folder = train(tree(model, tmp_path / "run", SOME)).folder
     home = RunFolder(from_mapping(tree(model, folder, SOME)), "grpo")
-    assert budget.again(home, "max_bits=6", hf.load(model), [], 7) is None
+    assert chosen_formats.again(home, "max_bits=6", hf.load(model), [], 7) is None
     assert "guard: step 7: no response to measure on; the formats stay" in caplog.text
     watch = build_guard(from_mapping(tree(model, folder, "int8")), "max_kl=0.01")
     assert watch is not None

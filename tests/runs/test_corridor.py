@@ -17,7 +17,7 @@ from lowroll.checkpoint.store import Store
 from lowroll.metrics.record import reproducible
 from lowroll.model import hf, scaling
 from lowroll.transport.rollout_log import read_rollouts
-from lowroll.weights.noise import Noise
+from lowroll.weights.exploration_noise import Noise
 from lowroll.weights.publish import rollout_copy
 from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.runs import copy_stopped_after, fingerprint, settings, train

@@ -23,9 +23,9 @@ from lowroll.metrics import trackers
 from lowroll.metrics.record import read, reproducible
 from lowroll.model import hf
 from lowroll.runs import hub, identity
-from lowroll.runs.attempt import RunResult
 from lowroll.runs.memory import fit
 from lowroll.runs.memory import plan as memory_plan
+from lowroll.runs.session import RunResult
 from tests.fixtures.roles import DEADLINE_S, forked, write
 from tests.fixtures.runs import copy_stopped_after, settings, train
 from tests.fixtures.tiny import hf_model

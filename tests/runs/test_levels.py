@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lowroll.metrics.record import Record, read
-from lowroll.orchestrator import audit
+from lowroll.orchestrator import ledger_check
 from lowroll.transport.rollout_log import read_rollouts
 from lowroll.types import Rollout
 from tests.fixtures.processes import eventually
@@ -52,7 +52,7 @@ def is_of_level(run: Path, level: int, strict: bool = False) -> None:
             assert versions == sorted(versions)
             assert all(oldest <= version <= step - 1 for version in versions), (step, versions)
             assert not strict or set(versions) == {oldest}, (step, versions)
-    assert audit.check(run / "orchestrator" / "ledger.jsonl", None) == []
+    assert ledger_check.check(run / "orchestrator" / "ledger.jsonl", None) == []
 
 
 def tells_all(records: list[Record]) -> None:
@@ -114,7 +114,7 @@ def test_what_is_too_old_is_dropped(model: Path, tmp_path: Path) -> None:
     records = read(run)
     assert sum(record["rollout/dropped_stale"] for record in records) > 0
     assert max(record["rollout/staleness"] for record in records) <= 1
-    assert audit.check(run / "orchestrator" / "ledger.jsonl", None) == []
+    assert ledger_check.check(run / "orchestrator" / "ledger.jsonl", None) == []
 
 
 @pytest.mark.slow
@@ -126,7 +126,7 @@ def test_engines_of_roles_replay_what_is_in_flight(model: Path, tmp_path: Path) 
     records = read(run)
     assert sum(record.get("rollout/replay_samples", 0) for record in records) > 0
     assert {len(r.behavior.policy) for batch in learnt(run).values() for r in batch} == {1}
-    assert audit.check(run / "orchestrator" / "ledger.jsonl", None) == []
+    assert ledger_check.check(run / "orchestrator" / "ledger.jsonl", None) == []
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from lowroll.metrics.record import read
-from lowroll.orchestrator import audit
+from lowroll.orchestrator import ledger_check
 from lowroll.runs.roles.local import reserve_port
 from tests.fixtures.quick_start import INFER, ORCH, TRAIN
 from tests.fixtures.roles import DEADLINE_S, started
@@ -43,7 +43,7 @@ def is_whole(home: Path, steps: int = STEPS) -> None:
     assert [record["step"] for record in read(run)] == list(range(1, steps + 1))
     assert (run / "final" / "adapter_model.safetensors").is_file()
     ledger = run / "orchestrator" / "ledger.jsonl"
-    assert not ledger.exists() or audit.check(ledger, None) == []
+    assert not ledger.exists() or ledger_check.check(ledger, None) == []
 
 
 def by_hand(home: Path, order: Sequence[str], *orchestrate: str, gap_s: float = 0.0) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from lowroll.runs.attempt import RunResult
+from lowroll.runs.session import RunResult
 
 
 def test_a_result_is_three_short_lines_whatever_the_run_recorded() -> None:

@@ -23,7 +23,7 @@ from lowroll.config import from_mapping
 from lowroll.config.surogate.roles import GIVEN
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import Recorder, add_evaluation, read, read_evaluations
-from lowroll.orchestrator import audit
+from lowroll.orchestrator import ledger_check
 from lowroll.orchestrator.loop import logged
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.preflight import look_at_run
@@ -95,7 +95,7 @@ def test_roles_by_hand_are_one_process_bit_for_bit(
     torch = by_hand(file, tmp_path)
     assert not torch, "the orchestrator has loaded torch"
     assert outcome(tmp_path / "roles") == outcome(tmp_path / "one")
-    assert audit.check(tmp_path / "roles" / "orchestrator" / "ledger.jsonl", None) == []
+    assert ledger_check.check(tmp_path / "roles" / "orchestrator" / "ledger.jsonl", None) == []
 
 
 @pytest.mark.slow
@@ -185,7 +185,7 @@ def test_roles_that_are_lost_are_started_again(
             assert eventually(named, 60), log.read_text()
         assert launcher.wait(timeout=300) == 0, log.read_text()
     assert outcome(run) == outcome(tmp_path / "one")
-    assert audit.check(run / "orchestrator" / "ledger.jsonl", None) == []
+    assert ledger_check.check(run / "orchestrator" / "ledger.jsonl", None) == []
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from lowroll.cli import eval as eval_command
 from lowroll.cli.main import main
 from lowroll.config import ConfigError, from_mapping, load
 from lowroll.metrics import report
-from lowroll.runs.attempt import RunResult
+from lowroll.runs.session import RunResult
 from lowroll.transport.rollout_log import read_rollouts
 from tests.fixtures.runs import copy_stopped_after, fingerprint, settings, train
 

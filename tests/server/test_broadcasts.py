@@ -20,7 +20,7 @@ from lowroll.server.protocol import Refused
 from lowroll.server.weight_store import WeightStore
 from lowroll.types import Request
 from lowroll.weights import aligned_forward
-from lowroll.weights.noise import Noise, NoiseSchedule
+from lowroll.weights.exploration_noise import Noise, NoiseSchedule
 from lowroll.weights.publish import quantize_base
 from lowroll.weights.sync import folder as sync_folder
 from lowroll.weights.sync.base import STABLE

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lowroll.model import lora
-from lowroll.model.replay import unpack_evictions
+from lowroll.model.evicted_attention import unpack_evictions
 from lowroll.objectives.objective import select
 from lowroll.trainer import recompute
 from lowroll.trainer.critic import Critic

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowroll.weights.budget import _Choice, _hull
+from lowroll.weights.format_search import _Choice, _hull
 
 
 def hull(*choices: tuple[str, int, float]) -> list[str]:

@@ -17,7 +17,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.server.weight_store import WeightStore
 from lowroll.types import Request
 from lowroll.weights import aligned_forward
-from lowroll.weights.noise import NoiseSchedule
+from lowroll.weights.exploration_noise import NoiseSchedule
 from lowroll.weights.publish import digest, rollout_copy
 from lowroll.weights.sync.base import Broadcasts, Gap
 from lowroll.weights.sync.changes import STRIDE, Changes, Shadow, apply, difference

@@ -10,7 +10,7 @@ import torch
 
 from lowroll.model import hf
 from lowroll.weights import aligned_forward, awq
-from lowroll.weights.noise import Noise
+from lowroll.weights.exploration_noise import Noise
 from lowroll.weights.publish import beside, digest, publish, quantize_base, rollout_copy
 from tests.fixtures.sequences import IDS, logits
 from tests.fixtures.tiny import hf_folder

@@ -22,7 +22,7 @@ from lowroll.checkpoint.fault_injection import observers
 from lowroll.model import hf, lora
 from lowroll.model.transformer import Transformer
 from lowroll.transport.base import DeadlineExceeded, wait_until
-from lowroll.weights.noise import NoiseSchedule
+from lowroll.weights.exploration_noise import NoiseSchedule
 from lowroll.weights.sync.base import STABLE, Broadcasts, Replaced, read_broadcast, reading
 from tests.fixtures.broadcasts import adapted, broadcaster, moved, moved_to
 

@@ -17,7 +17,7 @@ from lowroll import Engine, Request
 from lowroll.model import hf, lora
 from lowroll.model.scaling import scale
 from lowroll.model.transformer import Transformer
-from lowroll.weights.noise import Noise, NoiseSchedule, muted, noisy_norms, share
+from lowroll.weights.exploration_noise import Noise, NoiseSchedule, muted, noisy_norms, share
 from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy
 from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.formats import FEW

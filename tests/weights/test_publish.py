@@ -19,7 +19,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.quant.int8 import Int8
 from lowroll.types import Group
 from lowroll.weights import aligned_forward
-from lowroll.weights.noise import Noise
+from lowroll.weights.exploration_noise import Noise
 from lowroll.weights.publish import (
     beside,
     digest,

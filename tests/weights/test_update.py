@@ -18,7 +18,7 @@ from lowroll import Engine, Request, WeightUpdate
 from lowroll.model import hf, lora, scaling
 from lowroll.model.transformer import Transformer
 from lowroll.weights import aligned_forward, publish
-from lowroll.weights.noise import Noise
+from lowroll.weights.exploration_noise import Noise
 from lowroll.weights.publish import digest, fingerprint, quantize_base
 from tests.fixtures.formats import FEW, LAYOUTS
 from tests.fixtures.masters import nudge, pointers, tensors

@@ -22,7 +22,7 @@ from torch import Tensor
 from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports
 from lowroll.kernels.sampling import avx2
 from lowroll.kernels.sampling.filters import Filters, Kept, keep
-from lowroll.kernels.sampling.noise import STREAM, best_of, gumbel
+from lowroll.kernels.sampling.gumbel_noise import STREAM, best_of, gumbel
 from lowroll.kernels.sampling.tile_statistics import (
     TILE,
     WARPS,

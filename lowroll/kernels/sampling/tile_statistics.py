@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.launch import after_others, early_start, jit, tl
-from lowroll.kernels.sampling.noise import best_of
+from lowroll.kernels.sampling.gumbel_noise import best_of
 
 TILE = 2048
 BLOCK = 128

@@ -1,6 +1,6 @@
-"""A record of the keys that a cache policy dropped, for the replay of a sample (`model.replay`).
-Only their positions go to the host: one tensor for all layers of a batch of compactions, read in
-`settle` while the device runs on.
+"""A record of the keys that a cache policy dropped, for the replay of a sample
+(`model.evicted_attention`). Only their positions go to the host: one tensor for all layers of a
+batch of compactions, read in `settle` while the device runs on.
 
 Legend: `kv`; E keys that are dropped, T positions.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from lowroll.kv.policy.base import CachePolicy, Compaction, copy_slots, num_slots
 from lowroll.kv.recurrent import RecurrentStates
 from lowroll.model.attention import upload
-from lowroll.model.replay import IN_A_BYTE, pack_evictions
+from lowroll.model.evicted_attention import IN_A_BYTE, pack_evictions
 from lowroll.model.spec import ModelSpec
 from lowroll.types import Evictions
 

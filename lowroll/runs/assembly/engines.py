@@ -26,7 +26,7 @@ from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.runs.assembly import caches, capabilities, prompts
 from lowroll.runs.assembly.compute import Compute
-from lowroll.weights.noise import Noise
+from lowroll.weights.exploration_noise import Noise
 from lowroll.weights.sync.update import WeightUpdate
 
 ENGINES = {  # by `rollout.engine`; only the used row is imported

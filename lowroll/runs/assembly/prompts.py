@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from lowroll.config import RunConfig
 from lowroll.envs import Environment
-from lowroll.envs.tasks import prompt_at
+from lowroll.envs.checked_prompts import prompt_at
 from lowroll.orchestrator.prompt_source import encode
 from lowroll.runs.assembly import caches
 

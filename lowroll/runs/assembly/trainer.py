@@ -10,13 +10,13 @@ from lowroll.config.loss import LossConfig
 from lowroll.config.rollout import NoiseConfig
 from lowroll.config.train import CriticConfig, GuardConfig, TrainConfig
 from lowroll.objectives.objective import select
-from lowroll.quant.budget import parse
+from lowroll.quant.format_budget import parse
 from lowroll.runs.assembly.settings_from_config import Mirror
 from lowroll.trainer.critic import CriticSettings
 from lowroll.trainer.guard import Guard, GuardSettings
 from lowroll.trainer.optim import OptimSettings
 from lowroll.trainer.step import LearnSettings
-from lowroll.weights.noise import NoiseSchedule
+from lowroll.weights.exploration_noise import NoiseSchedule
 
 _LEARN = Mirror(LearnSettings, TrainConfig, LossConfig, given=("objective", "options"))
 _OPTIM = Mirror(OptimSettings, TrainConfig, given=("total_steps",))

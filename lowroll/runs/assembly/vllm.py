@@ -32,8 +32,8 @@ from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format, stored_format
 from lowroll.runs.assembly import models
 from lowroll.runs.assembly.compute import Compute
-from lowroll.runs.attempt import tell
 from lowroll.runs.folder import LOGS
+from lowroll.runs.session import tell
 from lowroll.weights.publish import rollout_copy
 from lowroll.weights.sync.base import Kind
 from lowroll.weights.sync.update import WeightUpdate

@@ -27,9 +27,9 @@ import torch
 from lowroll.config import RunConfig
 from lowroll.kernels.fused import avx2 as heads
 from lowroll.kernels.training.logprobs import AT_ONCE
+from lowroll.model.evicted_attention import MOST_MARKED
 from lowroll.model.families.base import PRE_NORMS, LatentSpec
 from lowroll.model.logprobs import KEPT
-from lowroll.model.replay import MOST_MARKED
 from lowroll.model.spec import ModelSpec
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
@@ -279,8 +279,9 @@ def logits(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int, learn
 
 
 def replay(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int) -> int:
-    """Return the bytes of replayed caches (`model.replay`): each key's compaction, copies of the
-    tokens before the first one, and gathered keys and values of a group of stretches."""
+    """Return the bytes of replayed caches (`model.evicted_attention`): each key's compaction,
+    copies of the tokens before the first one, and gathered keys and values of a group of
+    stretches."""
     cache = cfg.rollout.cache
     if not (cfg.train.replay_kv and cache.evicts):
         return 0

@@ -24,7 +24,7 @@ from lowroll.runs.assembly import exactness
 from lowroll.runs.assembly.compute import Compute
 from lowroll.trainer import adamw8bit
 from lowroll.trainer.muon import hidden_matrices
-from lowroll.weights.noise import noisy_norms
+from lowroll.weights.exploration_noise import noisy_norms
 
 MASTER = 4  # bytes of a float32
 META = torch.device("meta")
@@ -102,7 +102,7 @@ def learner(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def turned_codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Count the codes by which a frozen int8 base multiplies gradients (`model.frozen`)."""
+    """Count the codes by which a frozen int8 base multiplies gradients (`model.frozen_product`)."""
     if compute.dtype != torch.float32 or not float32_by_int8.supports_device(compute.device):
         return 0
     format = get_format(compute.format(cfg.rollout.weights))

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 from lowroll.checkpoint.lock import RunLockedError
 from lowroll.config import RunConfig
-from lowroll.runs.attempt import own
 from lowroll.runs.folder import LOGS
 from lowroll.runs.roles.heartbeat import Heartbeat
 from lowroll.runs.roles.limits import refuse_budget
 from lowroll.runs.roles.run_paths import ENGINE, RunPaths
+from lowroll.runs.session import own
 from lowroll.runs.stop import SIGNALS
 from lowroll.types import RunFailed
 

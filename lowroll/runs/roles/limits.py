@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lowroll.config import RunConfig
-from lowroll.quant.budget import is_budget
+from lowroll.quant.format_budget import is_budget
 from lowroll.quant.table import STORED, is_dense
 
 

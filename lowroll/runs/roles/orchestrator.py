@@ -33,9 +33,8 @@ from lowroll.model.spec import read_spec_apart
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.tokens import FileTokenizer
 from lowroll.orchestrator.errors import NoSignal
-from lowroll.orchestrator.journal import Journal
+from lowroll.orchestrator.ledger_file import Journal
 from lowroll.orchestrator.loop import logged
-from lowroll.runs.attempt import log_file, own, tell
 from lowroll.runs.batches import BatchSource, RunEnvironments
 from lowroll.runs.evaluations import around
 from lowroll.runs.folder import RunFolder
@@ -51,6 +50,7 @@ from lowroll.runs.roles.heartbeat import (
 from lowroll.runs.roles.limits import refuse
 from lowroll.runs.roles.run_paths import ORCHESTRATOR, TRAINER, RunPaths
 from lowroll.runs.roles.versions import RolloutPool, Versions
+from lowroll.runs.session import log_file, own, tell
 from lowroll.runs.stop import polite_stop
 from lowroll.transport.base import Cursor, FrameGone, wait_until
 from lowroll.transport.rollout_log import rollouts_path, truncate_rollouts

@@ -24,17 +24,17 @@ from lowroll.parallel.ranks import ALONE, RankGroup, Ranks
 from lowroll.parallel.sharding import Sharded
 from lowroll.runs.assembly import models, trainer
 from lowroll.runs.assembly.compute import Compute
-from lowroll.runs.attempt import log_file
 from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.learner import Learner, Policy
 from lowroll.runs.roles.heartbeat import GONE_S, Heartbeat
 from lowroll.runs.roles.ranks import RankEnvironment
 from lowroll.runs.roles.run_paths import RunPaths, rank_role
+from lowroll.runs.session import log_file
 from lowroll.runs.stop import polite_stop
 from lowroll.transport.frame import pack_batch, unpack_batch
 from lowroll.types import Batch
-from lowroll.weights.noise import share
+from lowroll.weights.exploration_noise import share
 
 log = logging.getLogger(__name__)
 

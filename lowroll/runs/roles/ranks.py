@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from lowroll.checkpoint.disk_space import NO_ROOM
 from lowroll.config import RunConfig
 from lowroll.metrics.record import read
-from lowroll.runs.attempt import RunResult
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.roles import devices
 from lowroll.runs.roles.limits import refuse
@@ -28,6 +27,7 @@ from lowroll.runs.roles.local import LocalProcess, reserve_port
 from lowroll.runs.roles.role import Role
 from lowroll.runs.roles.run_paths import TRAINER, RunPaths, rank_role
 from lowroll.runs.roles.supervisor import await_unlocked
+from lowroll.runs.session import RunResult
 from lowroll.runs.stop import Stop, polite_stop
 from lowroll.types import RunFailed
 

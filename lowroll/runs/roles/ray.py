@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from lowroll.config import RunConfig
-from lowroll.runs.attempt import tell
 from lowroll.runs.roles.ray_actor import THREADS, WORD, ActorProcess, Bundle
 from lowroll.runs.roles.run_paths import (
     ENGINE_ROLE,
@@ -30,6 +29,7 @@ from lowroll.runs.roles.run_paths import (
     engine_roles,
     new_tokens,
 )
+from lowroll.runs.session import tell
 from lowroll.transport.base import wait_until
 from lowroll.types import RunFailed, printable
 

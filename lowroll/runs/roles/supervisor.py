@@ -23,7 +23,6 @@ from lowroll.checkpoint.logfile import Warnings
 from lowroll.config import RunConfig
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import EVALUATIONS_FILE, METRICS_FILE, read, read_evaluations
-from lowroll.runs.attempt import RunResult, log_file
 from lowroll.runs.folder import LOGS, RunFolder
 from lowroll.runs.roles import local
 from lowroll.runs.roles.limits import refuse
@@ -36,6 +35,7 @@ from lowroll.runs.roles.run_paths import (
     engine_roles,
     rank_role,
 )
+from lowroll.runs.session import RunResult, log_file
 from lowroll.runs.stop import Stop, polite_stop
 from lowroll.types import RunFailed
 

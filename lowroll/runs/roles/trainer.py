@@ -22,7 +22,6 @@ from lowroll.parallel.ranks import Ranks
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.runs.assembly import models
 from lowroll.runs.assembly.compute import Compute
-from lowroll.runs.attempt import RunResult, attempt, run_steps
 from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.folder import RunFolder, resumes_by_config
 from lowroll.runs.learner import Learner, Policy
@@ -32,6 +31,7 @@ from lowroll.runs.roles.limits import refuse
 from lowroll.runs.roles.rank_follower import MirrorPublisher, OrderSender, join_ranks
 from lowroll.runs.roles.ranks import RankEnvironment
 from lowroll.runs.roles.run_paths import ORCHESTRATOR, TRAINER, RunPaths
+from lowroll.runs.session import RunResult, attempt, run_steps
 from lowroll.runs.stop import StepDropped, Stop, polite_stop
 from lowroll.transport.base import ChannelClosed
 from lowroll.transport.spool import Spool

@@ -22,7 +22,7 @@ from lowroll.kernels import checksum
 from lowroll.model.names import dtype_of
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
-from lowroll.weights.noise import noisy_norms
+from lowroll.weights.exploration_noise import noisy_norms
 from lowroll.weights.publish import fingerprint, renew_head
 from lowroll.weights.sync.base import Gap
 

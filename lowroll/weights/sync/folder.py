@@ -45,7 +45,7 @@ from lowroll.model.headers import read_headers
 from lowroll.model.spec import ModelSpec, read_spec
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
-from lowroll.weights.noise import NoiseSchedule
+from lowroll.weights.exploration_noise import NoiseSchedule
 from lowroll.weights.sync.base import (
     FORMAT,
     STABLE,

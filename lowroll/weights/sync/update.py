@@ -20,7 +20,7 @@ from lowroll.model.names import hf_names, part_rows
 from lowroll.model.spec import ModelSpec
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
-from lowroll.weights.noise import Noise, noisy_norms
+from lowroll.weights.exploration_noise import Noise, noisy_norms
 from lowroll.weights.publish import (
     drawn_noise,
     fingerprint,

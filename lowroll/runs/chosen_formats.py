@@ -23,15 +23,15 @@ from lowroll.model.headers import exact_format
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.quant import mixed
-from lowroll.quant.budget import is_budget
+from lowroll.quant.format_budget import is_budget
 from lowroll.quant.table import OWN, STORED
 from lowroll.runs.assembly import engines, models
 from lowroll.runs.assembly.compute import Compute
-from lowroll.runs.attempt import tell
 from lowroll.runs.folder import WEIGHTS as FILE
 from lowroll.runs.folder import RunFolder
+from lowroll.runs.session import tell
 from lowroll.types import Sample, printable
-from lowroll.weights import noise
+from lowroll.weights import exploration_noise
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ def again(
         return None
     try:
         saved = _read_file(home.path / FILE)
-        with noise.muted(model):
+        with exploration_noise.muted(model):
             found = format_search.allocate_under(model, budget, calibration)
     except ValueError as error:
         log.warning("guard: step %d: the formats stay: %s", step, error)

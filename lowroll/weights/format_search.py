@@ -30,7 +30,7 @@ from lowroll.model.attention import Attend
 from lowroll.model.linear import Linear
 from lowroll.model.transformer import Block, Transformer, whole
 from lowroll.quant import mixed
-from lowroll.quant.budget import Budget
+from lowroll.quant.format_budget import Budget
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.quant.table import OWN
 from lowroll.weights.aligned_forward import quantized

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lowroll.orchestrator.journal import Event, read
+from lowroll.orchestrator.ledger_file import Event, read
 
 # event: (allowed states of a group before it, state after it)
 MOVES: dict[str, tuple[tuple[str | None, ...], str]] = {

@@ -1,5 +1,5 @@
 """Budgets in place of a format, a bound on the KL to the dense model or on the size (docs/usage.md,
-`weights.budget`): `max_kl=0.1,max_bits=6,formats=int4+int8`. Importable without torch.
+`weights.format_search`): `max_kl=0.1,max_bits=6,formats=int4+int8`. Importable without torch.
 """
 
 from __future__ import annotations
