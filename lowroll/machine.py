@@ -33,7 +33,8 @@ KEEP_ENV = (
 
 
 def kept_env(*more: str) -> dict[str, str]:
-    """Return the variables of `KEEP_ENV` and `more`, since others may hold keys and tokens."""
+    """Return the environment variables of `KEEP_ENV` and `more` that are set, for a child process:
+    others may hold keys and tokens."""
     return {name: os.environ[name] for name in (*KEEP_ENV, *more) if name in os.environ}
 
 

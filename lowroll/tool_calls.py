@@ -109,7 +109,8 @@ def read(format: str, text: str) -> Spoken:
 
 
 class Speech:
-    """A turn that arrives in pieces. It holds back text that may be a call."""
+    """A turn that arrives in pieces. Text that may be a call is held back, and returned as text if
+    it cannot be read as one."""
 
     def __init__(self, format: str) -> None:
         self.format = format

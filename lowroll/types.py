@@ -1,6 +1,7 @@
 """The types that the packages exchange. Standard library only.
 
-Log-probs are in nats. Every type survives `lowroll.transport.codec` byte for byte.
+A token id is an int, a log-prob a float in nats under the distribution that the token was drawn
+from. Every type survives `lowroll.transport.codec` byte for byte.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PENALTIES = (1e-2, 1e2)
 COUNTED = (-2.0, 2.0)  # presence and frequency penalties, as OpenAI has them
 BIASES = (-100.0, 100.0)
 MAX_BIASES = 1024
-HUB_NAME = r"^[\w.-]+/[\w.-]+$"
+HUB_NAME = r"^[\w.-]+/[\w.-]+$"  # of a model or data set, as a regular expression
 MAX_TOP_LOGPROBS = 20  # likeliest tokens reported at one position
 
 
@@ -38,7 +39,7 @@ class RunFailed(RuntimeError):
 def nearest(
     word: str, known: Iterable[str], show: Callable[[str], str] = str, cutoff: float = 0.6
 ) -> str:
-    """Return " (did you mean x?)" with `show(x)`, or ""."""
+    """Return " (did you mean x?)" with `show(x)`, or "" when nothing is near."""
     found = get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f" (did you mean {show(found[0])}?)" if found else ""
 
@@ -54,7 +55,7 @@ def printable(text: object, most: int = 500) -> str:
 class Prompt:
     """One task of an environment. `info` is its scorer's JSON data, such as the gold answer."""
 
-    id: str  # stable and unique within its environment
+    id: str  # stable and unique within its environment: seeds and ledgers use it
     env: str  # of the environment that made it
     messages: list[Message]
     info: dict[str, Any] = field(default_factory=dict)
@@ -105,7 +106,7 @@ class Request:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    stop_ids: tuple[int, ...] = ()  # beside the model's own
+    stop_ids: tuple[int, ...] = ()  # beside the model's end-of-sequence ids
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False
     seed: int = 0
@@ -116,7 +117,7 @@ class Request:
     # subtracted from the logit of a token in the response: once, or once for each occurrence
     presence_penalty: float | None = field(default=None, metadata=OMITTED)
     frequency_penalty: float | None = field(default=None, metadata=OMITTED)
-    # in llguidance's language (`engine.grammar`)
+    # what the response must be, in llguidance's language (`engine.grammar`)
     grammar: str | None = field(default=None, metadata=OMITTED)
     # id of the request that this prompt continues: its engine may have the pages
     follows: str | None = field(default=None, metadata=OMITTED)
@@ -135,14 +136,14 @@ class PolicySpan:
 class BehaviorTag:
     """The policy that a rollout was drawn from."""
 
-    policy: tuple[PolicySpan, ...]  # several after updates in flight
+    policy: tuple[PolicySpan, ...]  # at least one; several after updates in flight
     weights: str  # format of the linear weights: "int8", "bf16", ...
     kv_policy: str = "dense"
     kv_budget: int | None = None
     kv_dtype: str | None = None  # of stored keys and values; None: the model's dtype
     noise_seed: int | None = None
     noise_sigma: float = 0.0
-    sampler: dict[str, float] = field(default_factory=dict)
+    sampler: dict[str, float] = field(default_factory=dict)  # temperature, top_k, top_p, ...
     seed: int | None = None  # determines the tokens' noise, with request_id and sample
     request_id: str = ""
     sample: int = 0
@@ -183,9 +184,10 @@ class Turn:
 
 @dataclass
 class Rollout:
-    """One sampled response, with a drawn end-of-sequence id. `evictions` is None where the engine
-    did not record them. `top_logprobs` has the likeliest tokens at each position, likeliest first
-    and ties by the lower id.
+    """One sampled response. `logprobs[t]` is of `token_ids[t]`; a drawn end-of-sequence id is
+    included. `evictions` is None where the engine did not record them. `top_logprobs`, if
+    requested, has at each position the likeliest tokens that could be drawn with their log-probs,
+    likeliest first and ties by the lower id.
 
     `turns` are a conversation's, else None. Tokens between them are the environment's, with
     log-probs of 0.0; they are neither counted nor learned.
@@ -195,7 +197,7 @@ class Rollout:
     logprobs: list[float]
     finish_reason: FinishReason
     behavior: BehaviorTag
-    stop_reason: int | str | None = None
+    stop_reason: int | str | None = None  # the stop id or stop string that ended it
     evictions: Evictions | None = field(default=None, metadata=OMITTED)
     top_logprobs: list[list[tuple[int, float]]] | None = field(default=None, metadata=OMITTED)
     turns: tuple[Turn, ...] | None = field(default=None, metadata=OMITTED)
@@ -252,7 +254,7 @@ class Sample:
     prompt: Prompt
     prompt_ids: list[int]
     rollout: Rollout
-    # the decoded response, of a conversation its last turn
+    # the decoded response (of a conversation its last turn) for scorers; the learner reads ids only
     text: str
     score: Score | ScoreError
     advantage: float = 0.0
@@ -260,7 +262,7 @@ class Sample:
     group: int = 0  # index of the group within the batch
     # the shaped reward in the group's statistics; None after a ScoreError
     reward: float | None = None
-    # where it differs from the batch's
+    # of its sampling, where it differs from the batch's
     temperature: float | None = field(default=None, metadata=OMITTED)
     # of a conversation, after the prompt
     messages: list[Message] | None = field(default=None, metadata=OMITTED)

@@ -21,25 +21,26 @@ if TYPE_CHECKING:
 
 
 # The fate of samples in flight when the weights change or the cache is freed. "keep": they
-# continue. "replay": they begin again with their tokens as drafts (`engine.draft_replay`).
+# continue with their older tokens and keys. "replay": they begin again with the same noise and
+# their tokens as drafts (`engine.draft_replay`), and become what the newest weights would have drawn.
 InFlight = Literal["keep", "replay"]
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    context_length: int  # prompt and response, in tokens
-    updates: frozenset[Kind]  # kinds of streamed update
-    updates_in_flight: bool
+    context_length: int  # most tokens of a prompt with its response
+    updates: frozenset[Kind]  # kinds of weight update that it takes as a stream
+    updates_in_flight: bool  # takes new weights while requests run
     noise: bool  # an update may put noise on the norms
     scores: bool
-    exact_logprobs: bool  # after top-k, top-p and penalties
+    exact_logprobs: bool  # of the distribution after top-k, top-p and penalties
     sampler: frozenset[str]  # respected fields of `Request`
     kv: CachePolicy = DENSE
     kv_dtype: str | None = None  # None: the model's
     records_evictions: bool = False
-    replays: bool = False
-    vocab_size: int | None = None
-    lora_rank: int | None = None  # largest rank; 0: no adapters; None: unknown
+    replays: bool = False  # supports "replay" (`InFlight`)
+    vocab_size: int | None = None  # number of logits; None: unknown
+    lora_rank: int | None = None  # largest rank of an adapter; 0: no adapters; None: unknown
 
     @property
     def kv_policy(self) -> str:
@@ -48,16 +49,16 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class EngineStats:
-    weights: str
-    weight_bits: float  # with the scales of its group
-    cache_tokens: int
+    weights: str  # format of the linear weights
+    weight_bits: float  # bits of one weight, with the scales of its group
+    cache_tokens: int  # capacity of the KV cache
     cache_bytes: int = 0
     policy_bytes: int = 0  # of the cache policy and the record of evictions
-    virtual_memory_bytes: int = 0  # not counted by torch
-    pages_peak: int = 0
-    prefix_hits: int = 0  # pages found in the cache
-    running: int = 0
-    waiting: int = 0
+    virtual_memory_bytes: int = 0  # of the cache, which torch does not count
+    pages_peak: int = 0  # most pages ever held at once
+    prefix_hits: int = 0  # pages that requests found in the cache
+    running: int = 0  # samples that hold pages
+    waiting: int = 0  # samples that wait for pages
     tokens: int = 0  # drawn since the start
     cache_used: int = 0  # tokens in pages that requests hold
     replays: int = 0  # samples whose drafts ended or changed
@@ -71,7 +72,7 @@ class PartialSample:
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
-    finish_reason: FinishReason | None
+    finish_reason: FinishReason | None  # None while it runs
     top_logprobs: Sequence[list[tuple[int, float]]] | None = None
     stop_reason: int | str | None = None  # stop id or stop string
 
@@ -109,12 +110,14 @@ class Engine(Protocol):
         ...
 
     def so_far(self, handle: int) -> list[PartialSample]:
-        """Return what each sample has drawn; [] once `step` has returned the group. Only a replay
-        takes tokens back. ValueError for an unknown handle."""
+        """Return what each sample of a request has drawn, in sample order; [] once `step` has
+        returned its group. Samples only grow, except that a replay takes back tokens that it has
+        not verified. ValueError for an unknown handle."""
         ...
 
     def abort(self, handle: int) -> bool:
-        """End a request with "abort". Return False if it had ended."""
+        """End a request now; `step` returns its group with finish reason "abort". Return False if
+        it had ended."""
         ...
 
     def generate(
@@ -130,8 +133,9 @@ class Engine(Protocol):
         prompt_lens: Sequence[int],
         temperature: float = 1.0,
     ) -> list[Tensor]:
-        """Return the log-probs of each response under a dense, unrounded cache: nats, float32
-        [response tokens] on the CPU. ValueError names a sequence."""
+        """Return the log-probs of each response with the engine's weights and kernels, under a
+        dense, unrounded cache: nats, float32 [response tokens] on the CPU. ValueError names a
+        sequence that does not fit."""
         ...
 
     def score_top(
@@ -145,18 +149,18 @@ class Engine(Protocol):
         ...
 
     def update_weights(self, update: WeightUpdate, in_flight: InFlight = "keep") -> BehaviorTag:
-        """Take new weights between two steps and return the new `behavior`. ValueError before
-        anything is written."""
+        """Take new weights between two steps and return the new `behavior`. ValueError, before
+        anything is written, names what does not fit."""
         ...
 
     def linear_weights(self) -> Mapping[str, QTensor]:
         """Return the linear weights by name, for reading only: updates refill their storages. Empty
-        for another process."""
+        for an engine in another process."""
         ...
 
     def first_difference(self, master: Transformer, block: int) -> str | None:
-        """Return the first tensor of a block that differs from what `master` would
-        publish, if any."""
+        """Return the first tensor of a block that differs from what the learner `master` would
+        publish, or None. An engine in another process returns None."""
         ...
 
     def reset_prefix_cache(self) -> None:
@@ -164,13 +168,13 @@ class Engine(Protocol):
         ...
 
     def warm_up(self) -> None:
-        """Compile and capture steps of all sizes without filters and penalties
-        (seconds, on CUDA)."""
+        """Compile and capture steps of all sizes without filters and penalties, which takes seconds
+        on CUDA. Does nothing for an engine in another process."""
         ...
 
     def release(self, in_flight: InFlight = "keep") -> None:
-        """Free the KV cache until the next step. RuntimeError with "keep" and requests
-        in flight."""
+        """Free the KV cache until the next step, from which requests in flight are replayed.
+        RuntimeError for requests in flight with "keep"."""
         ...
 
     def close(self) -> None:

@@ -48,7 +48,8 @@ log = logging.getLogger(__name__)
 class NativeEngine:
     """Continuous batching over a paged KV cache, with linear weights in any format.
 
-    ValueError names the wrong argument. Tokens do not depend on the scheduling arguments.
+    Used by one thread. ValueError names the wrong argument. Tokens do not depend on the scheduling
+    arguments.
 
         The model
             model               folder, hub id, or a loaded Transformer, which the engine copies, or
@@ -61,14 +62,14 @@ class NativeEngine:
             keep_dense          keep dequantized copies of 4-bit weights (2 bytes a weight in
                                 bfloat16): faster for large batches on CUDA
             noisy               `update_weights` may put noise on the norms
-            exact               same bits in any batch; None: as a loaded model
+            exact               a request has the same bits in any batch; None: as a loaded model
         The KV cache
             kv                  policy (`kv.policy`); None is dense
             kv_dtype            "fp8" for 8 bits (`kv.fp8`); None for `dtype`
-            cache_tokens        size; default what concurrent `workloads` can use, at most a
+            cache_tokens        capacity; default what concurrent `workloads` can use, at most a
                                 quarter of the free memory (`kv.capacity`)
             memory_share        of the device, for weights and a cache of default size
-            max_model_len       most tokens of prompt and response
+            max_model_len       most tokens of a prompt with its response; default the model's
             prefix_caching      prompts share the pages of equal beginnings
             turn_caching        later turns also reuse the pages of drawn tokens, whose last bits
                                 differ from a prompt's; dense cache, unrounded, one format
@@ -83,7 +84,7 @@ class NativeEngine:
             gather              decode steps before other prompts run; default `lookahead` - 1
             one_pass            decode rows and prompts share a pass (dense cache, no
                                 large_batch_weights)
-            cuda_graphs         False for debugging
+            cuda_graphs         False starts kernels one by one, for debugging
     """
 
     def __init__(
@@ -196,8 +197,8 @@ class NativeEngine:
         checked first.
 
         A text becomes a user's message in the chat template, or with chat=False the beginning of a
-        text; `sampling` are its fields of `Request`. Requests that `add` queued advance too.
-        ValueError also for a missing tokenizer.
+        text; `sampling` are its fields of `Request`. Requests that `add` queued advance too, and
+        their groups wait for `step`. ValueError also for a missing tokenizer.
         """
         requests = self._texts.requests(requests, chat, sampling)
         for i, request in enumerate(requests):

@@ -34,7 +34,7 @@ class KVCache:
     tensors [pages, page, G, width] of all layers.
     """
 
-    skips_negative_slots = True
+    skips_negative_slots = True  # `write` skips tokens with a negative slot
     exact = False  # see `Transformer.be_exact`
 
     def __init__(

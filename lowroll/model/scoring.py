@@ -29,8 +29,9 @@ def score(
 ) -> list[Tensor]:
     """Return the log-probs of each response's tokens, a float32 tensor a sequence.
 
-    `sequences[i]` is prompt and response as token ids, `prompt_lens[i]` the prompt's length.
-    evictions: of each sampler's cache (`Rollout.evictions`). ValueError names the faulty sequence.
+    `sequences[i]` is prompt and response as token ids, `prompt_lens[i]` (at least 1) the prompt's
+    length. evictions: the keys that each sampler's cache dropped (`Rollout.evictions`), without
+    which the response is scored. ValueError names the faulty sequence.
     """
     model = model if isinstance(model, Transformer) else hf.load(model)
     if len(sequences) != len(prompt_lens):

@@ -1,7 +1,8 @@
 """QTensor, the Format protocol, and the registry of formats.
 
-Scales of w_NK ([out, in]) are computed in their stored dtype, by default float32, so codes depend
-on the weights alone.
+A format turns a matrix w_NK ([out, in]) into codes and scales, and multiplies activations with it
+as the rollout engine does. Stored tensors have the names and layouts of published checkpoints.
+Scales are computed in their stored dtype, by default float32, so codes depend on the weights alone.
 
 A fused matrix (qkv, gate-up) is one QTensor; checkpoints hold its parts. A value kept once a
 matrix, such as NVFP4's global scale, is shared by parts quantized here; parts from elsewhere keep
@@ -39,9 +40,10 @@ EPS = torch.finfo(torch.float32).eps  # the scale of an all-zero channel or grou
 
 @dataclass(eq=False)
 class QTensor:
-    """A quantized matrix: named storages that never move. `packed` holds what kernels derived from
-    `tensors` (`derive`), such as oneDNN's layout. When the codes change, it is dropped on CPU and
-    recomputed elsewhere in place, for CUDA graphs."""
+    """A quantized matrix: named storages that never move. `tensors` are the published codes and
+    scales, which digests and checkpoints cover. `packed` holds what kernels derived from them
+    (`derive`), such as oneDNN's layout. When the codes change, it is dropped on CPU and recomputed
+    elsewhere in place, for CUDA graphs."""
 
     format: str
     shape: tuple[int, int]
@@ -129,7 +131,8 @@ class QTensor:
         return self
 
     def seen_as(self, format: str) -> QTensor | None:
-        """Return the storages in another format that has the same, or None."""
+        """Return the same storages in another format that stores the same tensors (int4 and w4a8),
+        or None."""
         if format == self.format:
             return self
         if stored_format(format) != stored_format(self.format):
@@ -193,13 +196,13 @@ class Format(ABC):
     group: int | None = None  # weights of a row that share a scale; None: all
     once: tuple[str, ...] = ()  # stored tensors with one entry a matrix
     stored_as: str | None = None  # a format with the same stored tensors
-    dtype: torch.dtype | None = None  # of a dense format
+    dtype: torch.dtype | None = None  # of a dense format: storage and computation
     fallback: str = OWN  # the guard's next format; "": none
 
     rounds: bool = False  # activations (`rounded`), for a product in float32
-    rows: str | None = None  # kind of codes that `product` takes
-    kernel: str = ""  # name in the 4-bit kernels
-    # name in the kernels of experts, and their tensors
+    rows: str | None = None  # kind of codes that `product` takes; None: no such product
+    kernel: str = ""  # name in the 4-bit kernels; "": unsupported
+    # name in the kernels of experts, and their tensors; (): unsupported
     stacked: tuple[str, ...] = ()
 
     scheme: Scheme | None = None  # in compressed-tensors; None: another tool's, or no file's

@@ -39,7 +39,7 @@ class NVFloat4(PackedE2M1):
         arguments(4, "float", "tensor_group", group_size=BLOCK),
         scale_dtype="torch.float8_e4m3fn",
     )
-    read_experts = False  # it loads them without the global scales
+    read_experts = False  # it loads them without the global scales: wrong numbers
 
     def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
         amax_NG = split(w_NK, BLOCK).abs().amax(dim=-1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 OWN = "dense"  # a run's name for the dense format of its dtype
 STORED = "stored"  # a run's name for the format of its model's folder
-DEFAULT = "int8"
+DEFAULT = "int8"  # of rollouts that name no format
 EIGHT_BITS = "int8_rotated"  # the 8-bit format nearest to dense weights
 
 

@@ -48,16 +48,16 @@ def run(
     resume: bool = False,
     overwrite: bool = False,
 ) -> RunResult:
-    """Train by a YAML file, a nested mapping or a RunConfig. overrides: dotted keys,
-    {"train.max_steps": 20}.
+    """Train by a YAML file, a nested mapping or a RunConfig; return the run folder and its records.
+    overrides: dotted keys, {"train.max_steps": 20}.
 
     In Python an environment's `id` may be a class, `reward_funcs` functions, and `data` rows
     (`lowroll.envs.notebook_files`).
 
     ValueError, before training, names the invalid setting, model, data or folder. A folder with a
     begun run is refused; `resume` continues its newest undamaged checkpoint; `overwrite` replaces
-    only the run's files. A signal ends it with a checkpoint (`runs.stop`), a missing learning
-    signal early.
+    only the run's files. SIGINT, SIGTERM and SIGHUP finish the step, write a checkpoint and return
+    (`runs.stop`). A run whose dynamic sampling finds no learning signal ends early.
     """
     cfg, environment_files = configuration.read(config, overrides or {})
     resume = resume or resumes_by_config(cfg)

@@ -34,8 +34,8 @@ def train(
 
     data: a file, folder or hub id, the `data:` section as a mapping, a list of rows, or a data set
     of `datasets`. reward_funcs: functions, or `file.py:function`; none: `answer`. settings: keys of
-    the YAML file, and those of `rollout` and `train` by their own names (`weights="int8"`).
-    ConfigError for an unknown one.
+    the YAML file (`output_dir="outputs/first"`), and those of `rollout` and `train` by their own
+    names (`weights="int8"`). ConfigError names an unknown one with the nearest known.
     """
     data_settings = {
         "data": data,

@@ -25,8 +25,9 @@ def connect(
 ) -> EnginePool:
     """Connect to a server of lowroll's or a vLLM for rollouts and scores; it takes no weights.
 
-    request_s: timeout of one request. Others as of `PoolOptions`. ValueError for a misfit;
-    ServerError when no known server answers.
+    model: default the first that it serves. token: its bearer token. request_s: timeout of one
+    request. Others as of `PoolOptions`. ValueError names what does not fit; ServerError when no
+    known server answers.
     """
     pool_options = PoolOptions(
         model=model,

@@ -94,11 +94,12 @@ class HttpClient:
             await self._session.close()
 
     async def get(self, path: str, what: str) -> Any:
-        """Return the JSON of a GET, which may be retried. ServerError."""
+        """Return the JSON of a GET, which may be retried. ServerError names the call."""
         return await self.answer(HttpCall("GET", path, what, again=True))
 
     async def answer(self, call: HttpCall) -> Any:
-        """Return the JSON or text of an answer. ServerError."""
+        """Return the JSON of an answer, or its text if the call expects none. ServerError names the
+        call."""
         return _parse_answer(call, await self.body(call))
 
     async def answers(self, calls: Sequence[HttpCall]) -> list[Any]:

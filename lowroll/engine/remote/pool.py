@@ -125,7 +125,7 @@ class EnginePool:
                 self._replicas.discovery_error = lambda: discovery.last_error
             until_ready = self._replicas.until_ready(self._requests.has_outcome)
             self.run(until_ready, start_s + MARGIN, alive)
-            self._requests.wait(0.0)  # raises the error of a misfit
+            self._requests.wait(0.0)  # raises the error of an engine that does not fit
         except BaseException:
             self.close()
             raise
@@ -280,8 +280,9 @@ class EnginePool:
         others had as long again: those get no new requests before they have it. If the version is
         not newer than the last one, what is in flight is drawn again.
 
-        superseded: returns whether a newer version exists. Raises `versions.Superseded`;
-        ServerError when no engine takes it, or their weights differ.
+        superseded: returns whether a newer version exists. Raises `versions.Superseded` when it
+        does and an engine no longer finds this one; ServerError when no engine takes it, or their
+        weights differ.
         """
         options = self.options
         deadline_s = options.update_s + options.silent_s + options.start_s

@@ -288,8 +288,8 @@ class TokenScore(NamedTuple):
 
 
 def prompt_logprobs(answer: Any, ids: list[int], what: str) -> list[dict[int, TokenScore]]:
-    """Parse `prompt_logprobs`: for each of ids[1:] the scores of tokens at its position, by id.
-    ServerError."""
+    """Parse `prompt_logprobs`: for each of ids[1:] the scores of tokens at its position by id,
+    itself among them. ServerError for an invalid answer."""
     try:
         positions = answer["choices"][0]["prompt_logprobs"]
         scores_by_position = [_parse_scores(entries) for entries in positions[1:]]
@@ -309,7 +309,7 @@ def scoring_call(i: int, body: dict[str, Any], top: int, deadline_s: float) -> H
 
 
 def ranked(answer: Any, call: HttpCall, prompt_len: int, top: int) -> Ranked:
-    """Parse the answer of `scoring_call`. ServerError."""
+    """Parse the answer of `scoring_call`. ServerError for an invalid one."""
     import torch
 
     ids = call.body["prompt"]

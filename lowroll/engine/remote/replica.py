@@ -1,6 +1,8 @@
 """One engine of a pool and its health (docs/roles.md).
 
-After an eviction it reconnects with a pause that doubles while another works.
+A replica connects, loads the newest weights, is compared with a working engine (`verify`), and
+works. It is evicted when it is silent, dead or stuck, or contradicts itself: its requests go to
+others, and it reconnects after a pause that doubles while another works.
 """
 
 from __future__ import annotations
@@ -66,9 +68,9 @@ class PoolOptions:
     update_s: float = 600.0
     start_s: float = 600.0  # until one engine answers, at the start and when none is left
     in_flight: InFlight = "keep"  # "replay" needs lowroll's own engines
-    # read tokens as they are drawn, for `so_far` and aborted requests
+    # read tokens as they are drawn, for `so_far` and aborted requests; costs an event a token
     stream: bool = False
-    # the first error aborts all, without retries and heartbeats
+    # the first error is raised and aborts all; no retries, heartbeats or checks of versions
     fail_fast: bool = False
     connect: Connect | None = None
     lost: Callable[[], str | None] | None = None
@@ -155,7 +157,8 @@ class ReplicaOwner(Protocol):
 
 
 async def connect_server(http: HttpClient, options: PoolOptions) -> EngineServer:
-    """Return a client for the kind of server that answers. ServerError; ValueError for a misfit."""
+    """Return a client for the kind of server that answers. ServerError without an answer;
+    ValueError names what does not fit."""
     call = HttpCall("GET", "/v1/models", WHAT, None, options.heartbeat_s)
     answer = await http.answer(call)
     model = options.model if options.check_model else None
@@ -175,7 +178,8 @@ async def _resume_if_paused(server: EngineServer, options: PoolOptions) -> None:
 
 
 class Replica:
-    """An engine and its health, on the pool's loop alone. named: a misfit ends the run."""
+    """An engine and its health, on the pool's loop alone. named: the configuration names it, so the
+    run ends if it does not fit."""
 
     def __init__(
         self, url: str, owner: ReplicaOwner, options: PoolOptions, *, named: bool = True

@@ -1,5 +1,6 @@
 """Routing of a pool's requests to its replicas: least loaded, with affinity and retries
-(docs/roles.md)."""
+(docs/roles.md). A request is all samples of a group. A lost one is sent to another replica with the
+same id and seed, so that the same weights draw the same tokens."""
 
 from __future__ import annotations
 
@@ -35,8 +36,10 @@ log = logging.getLogger(__name__)
 FAILURES = 4  # of one request, at engines that continue, before the run ends
 LOSSES = 32  # evictions that one request may see
 BUSY_S, LONGEST_BUSY_S = 0.2, 5.0  # of an engine that answered "busy"
-AHEAD = 3.0  # caches full of tokens for one engine (docs/log/engine.md)
-BEHIND = 1.25  # times the least load, for the engine with a turn's pages
+# caches full of tokens that are sent to one engine, which must not run out of work before the last
+# sample of a group has ended (docs/log/engine.md)
+AHEAD = 3.0
+BEHIND = 1.25  # times the least load that the engine with a turn's pages may have
 LEARNED = 1 / 64  # weight of an answer in the mean of used budgets
 MOST_HOMES = 1 << 16  # requests whose engine is remembered
 
@@ -50,8 +53,9 @@ class LoadBalancer:
         self._homes: dict[str, str] = {}
 
     def choose(self, able: Sequence[Replica], entry: QueuedRequest) -> Replica | None:
-        """Return the engine for a request; None when all are full. A later turn goes to the engine
-        that may hold its pages, unless that has clearly more to do or has failed it."""
+        """Return the engine with the fewest outstanding tokens; None when all are full. A later
+        turn goes to the engine that may hold its pages, unless that has clearly more to do or has
+        failed it."""
         free_replicas = [replica for replica in able if self._is_free(replica, entry)]
         if not free_replicas:
             return None

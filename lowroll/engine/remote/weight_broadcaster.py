@@ -1,5 +1,5 @@
 """Broadcast of a weight version to all replicas in parallel. A replica that is much slower than the
-others finishes in the background."""
+others finishes in the background, and receives no new requests until it has."""
 
 from __future__ import annotations
 

@@ -4,6 +4,14 @@ arithmetic without torch for the scheduler, and a `Selector`, which selects the 
 All layers and KV heads share one page table: each head keeps equally many keys, but not the same
 ones. Keys and new tokens are rotated by their true positions.
 
+A policy that keeps the last `budget` keys, to be named by a row of `kv.policy.table`:
+
+    class Recent(CachePolicy):
+        name = "recent"
+        def room(self, cached): return max(0, self.budget + self.buffer - cached)
+        def kept(self, cached): return min(cached, self.budget)
+        def selector(self, spec, cache, max_batch): return LastKeys()
+
 Legend: `kv`.
 """
 
@@ -23,7 +31,8 @@ if TYPE_CHECKING:  # the scheduler has no torch
 
 
 class CachePolicy(ABC):
-    """A policy for the number of keys in a sample's cache.
+    """A policy for the number of keys in a sample's cache, in each layer and head. It must not
+    depend on the other samples of a batch.
 
     Contract: a cache that was just compacted, or just received its prompt, has room for a key:
     room(kept(n)) >= 1 and room(after_prompt(n)) >= 1.
@@ -49,7 +58,8 @@ class CachePolicy(ABC):
         compacts."""
 
     def state_bytes(self, spec: ModelSpec, max_batch: int, bytes_per_number: int) -> int:
-        """Return the selector's device memory. bytes_per_number: of queries."""
+        """Return the bytes of the selector's permanent device memory. bytes_per_number: of
+        queries."""
         return 0
 
     def after_prompt(self, length: int) -> int:
@@ -84,12 +94,12 @@ class Selector(ABC):
 
     def decoded(self, layer: int, q_BHd: Tensor, rows: DecodeRows) -> None:  # noqa: B027
         """Observe a decoded token of each row, after its key was stored. Captured in a CUDA graph:
-        no shape or host decision may depend on the rows."""
+        no shape or host decision may depend on the rows. Dead rows have the dead slot."""
 
     @abstractmethod
     def compact(self, rows: DecodeRows, kept: int) -> Tensor:
-        """Return the indices int64 [L, B, G, K] of the `kept` keys, ascending from the oldest, and
-        gather the state of keys."""
+        """Return the indices int64 [L, B, G, K] of the `kept` keys of each row, ascending from 0,
+        the oldest. A state that is stored by key is gathered here too."""
 
 
 def prompt_slot(max_batch: int) -> int:
@@ -135,8 +145,8 @@ class Footprint:
 
     prompt: int  # while it runs
     base: int  # keys, not pages, that every sample begins with
-    compacted: int  # more pages, for a compacted base
-    evicts: bool  # while a sample decodes
+    compacted: int  # pages of a compacted prompt, in addition to `prompt`; else 0
+    evicts: bool  # a sample's cache may be compacted while it decodes
     writer: int  # most pages of a sample that extends the base's last page
     sibling: int  # most pages of a sample that copies that page first
 

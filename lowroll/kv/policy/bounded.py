@@ -15,8 +15,9 @@ from lowroll.kv.policy.table import BUDGET, BUFFER, POLICIES, check
 
 @dataclass(frozen=True)
 class Bounded(CachePolicy):
-    """A bounded policy. A buffer that is a multiple of the steps between two plans (16 on CUDA)
-    keeps rows from waiting. ValueError names the wrong option."""
+    """A bounded policy. budget: keys that a compaction leaves; buffer: keys added until the next
+    one. A buffer that is a multiple of the steps between two plans (16 on CUDA) keeps rows from
+    waiting. ValueError names the wrong option."""
 
     budget: int = BUDGET.default
     buffer: int = BUFFER.default

@@ -31,7 +31,8 @@ from lowroll.kv.policy.table import MIX, ZERO_FIRST
 
 @dataclass(frozen=True)
 class RKV(SnapKV):
-    """The R-KV policy. mix: the paper's lambda, 0 to 1."""
+    """The R-KV policy. mix: weight of importance against redundancy, the paper's lambda, 0 to 1.
+    zero_first: treat keys without duplicates as the published code does."""
 
     name = "rkv"
     mix: float = MIX.default

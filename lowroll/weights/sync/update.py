@@ -1,6 +1,9 @@
 """A weight update as a value from a learner, and the engine's end, which takes it whole or not at
 all (docs/architecture.md).
 
+    engine.update_weights(WeightUpdate.local(master, version=3, noise=noise))    in one process
+    engine.update_weights(WeightUpdate.local(master, version=3).as_stream())     by another route
+
 The digest covers what travels; that in a BehaviorTag is of the quantized weights.
 """
 

@@ -36,8 +36,9 @@ ADAPTERS_TOGETHER = 2  # an older version's requests may still run
 class VllmEngine(EnginePool):
     """A pool of one vLLM, made by `start` or `attach`.
 
-    verify: log-probs of ids[1:] under the learner; default those of an update from this process.
-    bound: the engine's largest distance from them, in nats.
+    verify: returns the log-probs of ids[1:] under the learner; default those of the update's own
+    model, if it is in this process. bound: the engine's largest accepted distance from them, in
+    nats a token. lora_rank, way: as of `start`.
     """
 
     def __init__(
@@ -121,8 +122,9 @@ class VllmEngine(EnginePool):
         log, python, site, devices, socket (its folder): as of `VllmProcess`. dtype: default the
         folder's. gpu_memory: share of each GPU. lora_rank: the policy is an adapter of at most this
         rank. way: of full updates; None takes none. arguments: more options of `vllm serve`. tell:
-        receives lines about the start. exchange: the folder of weights. EngineLost, with the last
-        error of its log, after start_s.
+        receives lines about the start. options: as of the class; exchange: the folder of weights.
+        Log, socket and exchange are temporary by default. EngineLost, with the last error of its
+        log, when it is not ready within start_s.
         """
         from lowroll.engine.remote.vllm.folders import linear_names, served
 
@@ -164,8 +166,8 @@ class VllmEngine(EnginePool):
         """Attach to a running vLLM, at a URL or a Unix socket (`unix:/path`), which outlives this
         engine.
 
-        folder: of its model, readable here; default what it states. exchange has the same path on
-        its machine. Others as of `start`. ValueError names what it lacks (docs/vllm.md).
+        folder: of its model, readable here; default what it states. options: as of the class;
+        exchange has the same path on its machine. ValueError names what it lacks (docs/vllm.md).
         """
         return cls(url, folder, **options)
 

@@ -79,7 +79,7 @@ class ProbedVllm:
 
 
 async def probe(http: HttpClient) -> ProbedVllm:
-    """Probe a vLLM. ValueError names what it lacks. Raises ServerError."""
+    """Probe a vLLM. ValueError names what it lacks; ServerError when it does not answer."""
     version = _parse_version(await http.get("/version", "the version of vLLM"))
     openapi = await http.get("/openapi.json", "vLLM's description of its routes")
     paths = _keys_at(openapi, "paths")

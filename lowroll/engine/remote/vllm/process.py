@@ -1,5 +1,6 @@
 """A vLLM server as a child, in a process group of its own. Its Unix socket is in a private folder,
-because its control routes (`VLLM_SERVER_DEV_MODE`) need no token."""
+because its control routes (`VLLM_SERVER_DEV_MODE`) need no token: on loopback every user of the
+machine could call them."""
 
 from __future__ import annotations
 

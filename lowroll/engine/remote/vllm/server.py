@@ -270,8 +270,8 @@ def model_folder(url: str, named: str | Path) -> Path:
 
 
 def read_served(folder: Path) -> ServedModel:
-    """Read the facts about a served model from its folder, without torch and for models that
-    lowroll does not compute. ValueError."""
+    """Read the facts about a served model from its folder, without torch, also for models that
+    lowroll does not compute. ValueError names the folder and the fault."""
     try:
         return _read_served(folder)
     except ValueError as error:
