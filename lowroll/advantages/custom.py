@@ -26,7 +26,8 @@ from lowroll.advantages.group import Estimator, Rewards
 
 def load(import_path: str, kwargs: Mapping[str, Any] | None = None) -> Estimator:
     """Load the function of "path/to/file.py:function" with its keyword arguments. ValueError for an
-    unusable path, file or argument."""
+    unusable path, file or argument; a call raises it unless the function returns one finite number
+    for each rollout."""
     path, colon, name = import_path.partition(".py:")
     file = Path(path + ".py").resolve()
     if not colon or not name.isidentifier():

@@ -24,7 +24,8 @@ def gae(
     lam: float = 1.0,
 ) -> tuple[list[float], list[float]]:
     """Return (advantages, returns) of one response, one entry per token, 0.0 where the mask is 0.
-    ValueError for invalid lengths, entries or factors."""
+    ValueError for lengths that differ, a non-finite entry that is not masked, or gamma or lam
+    outside of [0, 1]."""
     if mask is None:
         mask = [1] * len(rewards)
     for name, entries in (("values", values), ("mask", mask)):
@@ -59,8 +60,8 @@ def place(reward: float, mask: Mask) -> list[float]:
 
 def whiten(advantages: Sequence[Sequence[float]], masks: Sequence[Mask]) -> list[list[float]]:
     """Return (A - mean) / sqrt(var + 1e-8) over the unmasked tokens of all responses, var with ddof
-    1; 0.0 under the mask, and for one token or equal advantages. ValueError for invalid lengths or
-    entries."""
+    1; 0.0 under the mask, and for one token or equal advantages. ValueError for lengths that
+    differ, or a non-finite unmasked entry."""
     if [len(response) for response in advantages] != [len(mask) for mask in masks]:
         raise ValueError("masks: their lengths differ from those of the advantages")
     unmasked = [

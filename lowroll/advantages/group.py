@@ -42,7 +42,8 @@ def grpo_no_std(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[
 
 
 def rloo(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float]:
-    """Return r - mean of the others. ValueError for an empty group or a non-finite reward."""
+    """Return r - mean of the others; `lengths` is ignored. ValueError for an empty group or a
+    non-finite reward."""
 
     def leave_one_out(scored: list[float]) -> list[float]:
         return [c * len(scored) / (len(scored) - 1) for c in _centre(scored)]
@@ -52,7 +53,8 @@ def rloo(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float]:
 
 def length_weighted(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float]:
     """Return r - sum(r len) / sum(len). `lengths` are response lengths in tokens, one per reward.
-    ValueError for missing or invalid lengths."""
+    ValueError for lengths that are missing, of another count, negative, or zero for every scored
+    rollout."""
     if lengths is None or len(lengths) != len(rewards):
         raise ValueError(
             f"lengths: one for each of the {len(rewards)} rewards is needed, got "

@@ -9,11 +9,12 @@ QeRL trains LoRA on the rollouts' own low-bit base without a correction; tis is 
 
 A penalty and `min_tokens`, which bans stop ids until then, truncate a sampler like top_p. A second
 format (`rollout.large_batch_weights`) counts as low-bit rollouts that no learner shares. A learner
-that rounds beside dense rollouts (`train.forward: fp8`) is as far from them as in the reverse case.
+that rounds beside dense rollouts (`train.forward: fp8`) is as far from them as a dense one from
+rollouts in its format.
 
 Another engine's kernels differ in bfloat16 by a few hundredths of a nat, and more for single
-tokens, which truncated weights correct (Yao et al., 2025, docs/algorithms.md). A cache that rounds
-its keys makes a smaller gap.
+tokens, which ruined runs on vLLM's rollouts and which truncated weights correct (Yao et al., 2025,
+docs/algorithms.md). A cache that rounds its keys makes a smaller gap.
 
 Formats that round activations differ from a pretrained learner even with shared codes (LoRA) or an
 aligned learner. A capped weight suits int8's gap; those of nvfp4, int4 and w4a8 are too wide for
@@ -40,7 +41,7 @@ class Rollouts:
     weights: str  # two formats are "nvfp4+fp8"
     truncated: tuple[str, ...] = ()  # settings that truncate the sampler, such as "top_p 0.9"
     noisy: bool = False  # with noise that the learner does not share
-    aligned: bool = False
+    aligned: bool = False  # the learner multiplies in the rollouts' arithmetic
     rounds: bool = False  # the learner multiplies in another format than the rollouts
     lora: bool = False  # learner and rollouts share the base's codes
     kv_policy: str = "dense"

@@ -48,7 +48,8 @@ class TrainConfig(Section):
 
     max_steps: Count = 100  # steps of the run
     gpus: Count = 1  # ranks, each a process with a GPU
-    # of several ranks: each has the whole model, or a part; auto: parts, unless an adapter learns
+    # none: each of several ranks has the whole model; full: each a part; auto: full, unless an adapter
+    # learns
     sharding: Literal["auto", "none", "full"] = "auto"
     minibatches: Count = 1  # optimiser updates a batch
     # packed tokens of a forward pass, which hold a prompt and its response; null: 8192, and fewer
@@ -69,13 +70,14 @@ class TrainConfig(Section):
     max_grad_norm: Positive = 1.0  # longer gradients are cut to this length
     # 8bit: moments in 8 bits; muon: for hidden matrices
     optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
-    # aligned: in the rollouts' low-bit arithmetic (QaRL); a format: in its arithmetic
+    # aligned: in the rollouts' low-bit arithmetic (QaRL); a format: in its arithmetic, whatever the
+    # rollouts are in
     forward: Literal["dense", "aligned", "fp8", "nvfp4"] = "dense"
     # gradients through the linear layers; fp8: by products of e4m3 codes. Gradients of the weights
     # stay in the run's dtype
     backward: Literal["dense", "fp8"] = "dense"
     teacher: Text | None = None  # folder or hub id of the frozen model of loss.aipo.teacher_tau
-    uaq_scale: Positive | None = None  # QuRL's update-aware scaling (1.5 there)
+    uaq_scale: Positive | None = None  # QuRL's update-aware scaling; the paper uses 1.5
     weight_metrics: bool = True  # weights/*, at the cost of a copy of what is learned
     # true: recompute whole layers; a number: the gate-up product of this share of them; null:
     # false, and true on a CPU if smaller micro-batches are not enough
@@ -171,7 +173,7 @@ class CkptConfig(Section):
 
     interval: Count = 50  # steps between checkpoints
     keep_last: Count | None = 3  # the newest that stay; null: all
-    keep_interval: Count | None = None  # also keep one every so many steps
+    keep_interval: Count | None = None  # one every so many steps is kept for good
     # seconds to wait for space on a full disk
     wait_for_space: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3600.0
     # resume from this step's checkpoint (-1: the newest); null: as --resume says
@@ -207,7 +209,8 @@ KEYS: dict[str, tuple[str, ...]] = {
 
 
 class StageConfig(Section):
-    """A later stage, from `step` on. null: as in the stage before.
+    """A later stage, from `step` on. null: as in the stage before. The run's own keys are its first
+    stage.
 
     DeepScaleR lengthens responses so, from 8k to 24k tokens.
     """

@@ -110,7 +110,7 @@ Url = Annotated[Text, AfterValidator(_check_url)]
 class VllmConfig(Section):
     """The start of vLLM, or its address."""
 
-    # of a running server, or unix:/path/of/its/socket; null: start one
+    # of a running server, or unix:/path/of/its/socket; null: start one, and end it with the run
     url: Url | None = None
     token_env: Text | None = None  # environment variable with the server's token
     # interpreter with vLLM; null: LOWROLL_VLLM_PYTHON, else the run's

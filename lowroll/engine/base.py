@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 # The fate of samples in flight when the weights change or the cache is freed. "keep": they
 # continue with their older tokens and keys. "replay": they begin again with the same noise and
-# their tokens as drafts (`engine.draft_replay`), and become what the newest weights would have drawn.
+# their tokens as drafts (`engine.draft_replay`), and become what the newest weights would have
+# drawn.
 InFlight = Literal["keep", "replay"]
 
 

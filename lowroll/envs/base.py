@@ -44,7 +44,8 @@ def assistant_turns(prompt: Prompt, messages: list[Message]) -> list[Message]:
 
 
 def judge(env: Environment, prompt: Prompt, said: str | list[Message]) -> Score:
-    """Score a response or a conversation. InvalidScore for a wrong return value."""
+    """Score a response or a conversation. InvalidScore for a wrong return value; the scorer's own
+    exceptions pass."""
     score = (
         env.score(prompt, said) if isinstance(said, str) else env.score_conversation(prompt, said)
     )
@@ -69,7 +70,7 @@ class Validation:
 
 
 class Environment(ABC):
-    """An environment. Subclasses take keywords of their own, and validate them."""
+    """The base class of environments. Subclasses take keywords of their own, and validate them."""
 
     exact = False  # no partial rewards, so a perturbed answer must score 0
     # the score of a response that exceeds the time limit; None: an error
@@ -107,7 +108,7 @@ class Environment(ABC):
         be async.
 
         It must be pure, as a turn may be requested again in another process. Exceptions become a
-        ScoreError.
+        ScoreError of the sample. `max_turns` bounds the calls.
         """
         return None
 
@@ -147,7 +148,7 @@ class Environment(ABC):
             raise ValueError(f"env {self.name!r}: index must be >= 0, got {index}")
 
     def rng(self, split: str, index: int, draw: int = 0) -> Random:
-        """Return the generator of one draw of a task."""
+        """Return the generator of one draw of a task. ValueError as of `check_task`."""
         self.check_task(index, split)
         return Random(f"{type(self).__name__}/{self.seed}/{split}/{index}/{draw}")
 
@@ -157,8 +158,8 @@ class Environment(ABC):
         return Prompt(id=f"{split}/{index}", env=self.name, messages=messages, info=info)
 
     def validate(self, count: int = 64, split: str = "train") -> Validation:
-        """Score the gold and the perturbed response of the first `count` tasks. A scorer that
-        raises counts as a failure."""
+        """Score the gold and the perturbed response of the first `count` tasks of a split, in this
+        process and without time limits. A scorer that raises counts as a failure."""
         size = self.size(split)
         count = count if size is None else min(count, size)
         accepted = missing = rejected = 0

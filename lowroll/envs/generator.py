@@ -2,7 +2,8 @@
 
 An item's number is (split, draw, index): block `index // BLOCK` of the list seeded by (seed, split,
 draw, block). Some items depend on Python's hash seed: a child process with a fixed one makes them,
-unless this process is such a child (a scoring worker).
+unless this process is such a child (a scoring worker). `curriculum_level` is a level of
+reasoning-gym's own curriculum, without those whose options are refused.
 
 Some scorers evaluate the response as Python or sympy source: answers outside a small language
 (`LANGUAGES`) are wrong, and are not evaluated.

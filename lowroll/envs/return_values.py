@@ -23,10 +23,10 @@ Outcome = Score | float | Awaitable[Score | float]
 Reply = list[Message] | None | Awaitable[list[Message] | None]
 
 MAX_REWARD = 1e6  # a larger reward is a bug of the scorer
-MAX_NAME = 100  # characters
-MAX_METRICS = 100
+MAX_NAME = 100  # characters of a metric's name
+MAX_METRICS = 100  # numbers of a Score beside its reward
 MAX_ANSWER = 500_000  # characters of an environment's messages, as JSON
-ANSWERING = (
+ANSWERING = (  # roles of an environment's messages
     "user",
     "tool",
     "system",

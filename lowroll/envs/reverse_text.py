@@ -45,8 +45,8 @@ def lcs_ratio(a: str, b: str) -> float:
 
 
 class ReverseText(GeneratedEnvironment):
-    """Generated words of characters of `alphabet`, or texts in `field` of the JSONL files `path`
-    and `test_path`."""
+    """Generated words (`min_words`..`max_words` of `min_len`..`max_len` characters of `alphabet`),
+    or texts in `field` of the JSONL files `path` and `test_path`."""
 
     def __init__(
         self,

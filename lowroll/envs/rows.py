@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 class SplitRows(Generic[T]):
-    """Train and test rows converted by `convert(row, where)`, which skips a row by None."""
+    """Train and test rows converted by `convert(row, where)`, which skips a row by None. more:
+    fields of both sources (`subset`, `revision`, `streaming`, `rows`)."""
 
     def __init__(
         self,

@@ -11,9 +11,10 @@ A failed item gets an error, not a reward of 0, unless the environment scores ti
     memory        it went over `memory_limit_mb` of address space      is replaced
     crash         the process ended under it                           is replaced
 
-Responses scored together (`Environment.together`) are one item with their summed limit. The clock
-restarts with every item. Workers see only `machine.KEEP_ENV` and the passed variables, whose values
-are masked in their output. A scorer's processes end with its worker (`reaper`).
+Only the current item gets the error; other workers get the rest. Responses scored together
+(`Environment.together`) are one item with their summed limit. The clock restarts with every item.
+Workers see only `machine.KEEP_ENV` and the passed variables, whose values are masked in their
+output. A scorer's processes end with its worker (`reaper`).
 
 A reply must have its item's random id; any other line, as from a scorer that writes to all
 descriptors, ends the worker.

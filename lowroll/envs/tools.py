@@ -1,7 +1,8 @@
 """Python functions as a model's tools (docs/tools.md).
 
-Every failure is an answer to the model. Functions run in scoring workers under their limits, and
-should be deterministic, as turns may repeat.
+Schemas come from signatures, type hints and docstrings. Every failure is an answer to the model: an
+unknown name, wrong arguments, an exception, a timeout, an unreadable call. Functions run in scoring
+workers under their limits, and should be deterministic, as turns may repeat.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class ToolTimeout(BaseException):
 
 
 class Toolbox:
-    """Functions by name, with limits of a call. ValueError for a non-function or a
-    duplicate name."""
+    """Functions by name. call_seconds: the time limit of a call; most_output: characters of an
+    answer. ValueError names a non-function or a duplicate name."""
 
     def __init__(
         self,

@@ -7,8 +7,9 @@
           {"id", "scores": [...]}, {"id", "messages"} (null: done) or {"id", "error", "message"};
           {"id", "doing"} may precede it, for a timeout's message
 
-Replies use a private file descriptor, so a scorer may print. The worker dies with its parent: the
-kernel signals its reaper (`reaper`, Linux), or its input ends.
+Replies use a private file descriptor, so a scorer may print. Only the pool and this loop know an
+item's id, so that lines of other writers do not count, and a forked copy of this process ends here.
+The worker dies with its parent: the kernel signals its reaper (`reaper`, Linux), or its input ends.
 """
 
 from __future__ import annotations

@@ -10,9 +10,10 @@ and keep_t = 0 where
     exp(mean l) < geo_mask_low or > geo_mask_high                    its whole sequence
     min rho < sequence_mask_low or max rho > sequence_mask_high      its whole sequence
 
-Masked tokens stay in the denominators. `mode="truncate"` is AIPO itself (arXiv 2505.24034): a token
-above token_mask_high is kept with that ratio. `ratio_type="sequence"` takes min(exp(sum l),
-sequence_clip_high) for rho in c_t, and divides by the sequence's length.
+A kept token's gradient is c_t grad log pi; masked tokens stay in the denominators.
+`mode="truncate"` is AIPO itself (arXiv 2505.24034): a token above token_mask_high is kept with that
+ratio. `ratio_type="sequence"` takes min(exp(sum l), sequence_clip_high) for rho in c_t, and divides
+by the sequence's length.
 
 Surogate's formula truncates; its program masks, as does the default here. Published with the token
 mean over the whole batch and A without the std. Only the gradient of J is meaningful.

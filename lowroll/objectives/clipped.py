@@ -2,8 +2,11 @@
 
     J_t = min(R A, clip(R, 1 - eps_low, 1 + eps_high) A),   R = exp(learner - anchor)
 
-The rows of `table` differ in bounds, average and advantages. `is`, a comparison, has the sampler as
-anchor, so that it also clips the sampler's error and collapses.
+J is maximised. The rows of `table`, with their sources, differ in bounds, average and advantages.
+Dr. GRPO divides by the constant `max_length` (the generation limit in tokens), so that long wrong
+answers are not punished less per token. RLOO on policy (R = 1) is REINFORCE. `is`, a comparison,
+has the sampler as anchor, so that it clips the sampler's error together with the learner's change,
+and collapses.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
     J = 1/G sum_i 1/|o_i| sum_t min(s_t A, clip(s_t, 1 - eps_low, 1 + eps_high) A),   eps_low 3e-4, eps_high 4e-4
 
 sg stops the gradient, so that s_t has the value of s_i and the gradient of its own token. The mean
-log-ratio is taken in float64 because the band is narrow: log-probs must be float32.
+log-ratio is taken in float64 because the band is narrow: log-probs must be float32. A sequence is
+clipped as a whole.
 
 With `behavior` each token is weighted by min(w, cap), w = exp(proximal - behavior): the GSPO + TIS
 baseline of QaRL.

@@ -38,7 +38,7 @@ def ipo(
     ratio_cap: float = math.exp(2),
     kl_tau: float = 1e-3,
 ) -> TokenValues:
-    """Return token values and statistics. ValueError for an invalid width or cap."""
+    """Return token values and statistics. ValueError for a width below 0, or a cap not above 0."""
     if not width >= 0:
         raise ValueError(f"width: {width} must be 0 or more")
     if not ratio_cap > 0:

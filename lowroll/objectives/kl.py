@@ -8,7 +8,7 @@ With d = log pi - log pi_ref of a sampled token:
     k3    exp(-d) + d - 1        gradient 1 - exp(-d)    unbiased, never negative (GRPO, arXiv 2402.03300 eq. 4)
     k3+   the value of k3 with the gradient of k2 (straight-through; verl's name)
 
-The penalty is reduced over tokens like the policy term.
+The penalty enters as J - beta KL, reduced over tokens like the policy term.
 
 N: tokens.
 """

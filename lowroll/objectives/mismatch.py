@@ -71,8 +71,9 @@ def mismatch(
 def spread(
     *, learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None = None
 ) -> dict[str, float]:
-    """Return the standard deviation and the 99th percentile of |l - b|, over tokens and over
-    sequences' means; {} without tokens."""
+    """Return {"spread/<name>": value}: the standard deviation of l - b and the 99th percentile of
+    |l - b|, over tokens (token_std, token_p99) and of the sequences' means (sequence_std,
+    sequence_p99); {} without tokens."""
     sequences, learner_N, behavior_N = _usable_tokens(learner, behavior, mask, segments)
     if not bool(sequences.mask_N.any()):
         return {}

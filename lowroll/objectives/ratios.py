@@ -98,9 +98,9 @@ def prepare(
 ) -> ObjectiveInput:
     """Check the tensors of an objective, and return them flat, [N], with their ratios.
 
-    An unmasked token without a finite `behavior` is masked and counted, and every masked entry
-    becomes
-    0. At least one of proximal and behavior must be given. ValueError for a shape that differs.
+    All are [B, T], or packed [N] with `segments`. An unmasked token without a finite `behavior` is
+    masked and counted, and masked entries become 0. At least one of proximal and behavior must be
+    given. ValueError names the tensor whose shape differs.
     """
     sequences = sequences_of(mask, segments)
     tensors = {

@@ -57,7 +57,8 @@ class Sequences:
 
 def sequences_of(mask: Tensor, segments: Tensor | None = None) -> Sequences:
     """Flatten padded [B, T] or packed [N] tokens. `mask` is bool, or 0/1 in any dtype; `segments`
-    (int64 [N], ids from 0 up, in any order) is for packed tokens. ValueError for anything else."""
+    (int64 [N], sequence ids from 0 up, in any order) is for packed tokens. ValueError for anything
+    else."""
     if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
         raise ValueError("mask: every entry must be 0 or 1")
     if mask.dim() == 2:

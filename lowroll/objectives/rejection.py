@@ -1,8 +1,9 @@
 """Statistics of rejections, when the sampler's cache drops or rounds what the learner sees.
 
-`metrics.names` defines them. w = exp(l - b) of learner and behavior log-probs is Sparse-RL's xi. A
-cache drops more of a long response, so rejections bias training to shorter ones. Length ratio and
-reward gap are absent without rejections. Lengths count unmasked tokens. All values are float64 and
+`metrics.names` defines mismatch/weight_mean and correction/{vetoed_fraction, rejected_length_ratio,
+rejected_reward_gap}. w = exp(l - b) of learner and behavior log-probs is Sparse-RL's xi. A cache
+drops more of a long response, so rejections bias training to shorter ones. Length ratio and reward
+gap are absent without rejections. Lengths count unmasked tokens. All values are float64 and
 detached.
 
 N: tokens, S: sequences.

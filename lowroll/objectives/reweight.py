@@ -19,8 +19,8 @@ PPO, J_t = keep_t v_t s_t:
     bypass    the sampler is the proximal policy: s_t clips exp(learner - behavior), v_t = 1, and
               rejections use the learner's mismatch
 
-Unlike in verl, rejected tokens stay in every denominator. For verl's token-mean, pass `counts` of
-`CorrectionWeights.kept_N`.
+Unlike in verl, rejected tokens contribute 0 and stay in every denominator (`reduce`). For verl's
+token-mean, pass `counts` of `CorrectionWeights.kept_N`.
 
 N: tokens, S: sequences.
 """

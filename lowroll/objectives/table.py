@@ -43,10 +43,10 @@ class ObjectiveRow:
     source: str
     home: str = CLIPPED  # module:function
     log_probs: tuple[str, ...] = ("proximal",)  # besides the learner's
-    options: Mapping[str, Any] = field(default_factory=lambda: CLIP)
+    options: Mapping[str, Any] = field(default_factory=lambda: CLIP)  # shared ones, with defaults
     fixed: Mapping[str, Any] = field(default_factory=dict)  # arguments that are not options
-    judge: str = ""  # module:function of the weights and rejections
-    sequences: bool = False
+    judge: str = ""  # module:function of the weights and rejections; "": none
+    sequences: bool = False  # its ratio is a whole sequence's
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Algorithm(ObjectiveRow):
     """A row of `ALGORITHMS`. `advantage` is a name in the table of `lowroll.advantages`."""
 
     advantage: str = "grpo"
-    dynamic_sampling: bool = False
+    dynamic_sampling: bool = False  # draw again groups with equal rewards
     # for a sequence ratio: corrections that its function applies, and their options
     applies: Mapping[str, Mapping[str, Any]] | None = None
 

@@ -9,8 +9,9 @@
 A low-bit sampler's garbled tokens are mostly in negative responses, where PPO has no upper bound. A
 response outside of the band has no gradient and stays in the mean. The token form is GSPO's.
 
-Bounds follow the paper's appendix B. Both lower bounds are one option, as that of a positive
-response never acts. "Exceeds the bounds" is read as the ratio r.
+Bounds follow the paper's appendix B: .0003 and .0004, for negative responses .0003 and .0007, C =
+2. Both lower bounds are one option, as that of a positive response never acts. "Exceeds the bounds"
+is read as the ratio r.
 
 N: tokens, S: sequences.
 """

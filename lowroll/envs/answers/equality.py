@@ -5,7 +5,7 @@ An answer is the number on the last valid `#### 72` line (GSM8K) or the content 
 dollars`. There is no fallback to the text's last number: RL exploits a lenient extractor.
 
 Equality is tested by spelling (`notation`), by parts (`forms`), then as expressions (`expressions`)
-of a size bounded by `limits`.
+of a size bounded by `limits`, within `MAX_SECONDS` of CPU time.
 """
 
 from __future__ import annotations

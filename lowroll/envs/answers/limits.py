@@ -1,4 +1,4 @@
-"""Limits on the size of an answer.
+"""Limits on the size of an answer, checked before it is evaluated.
 
 `refuse_text` checks what the parser itself evaluates; `refuse_tree` bounds the numbers of the
 unevaluated tree.
@@ -14,8 +14,8 @@ import sympy
 MAX_BITS = 100_000  # bits of a number
 MAX_ARGUMENT = 10_000  # largest argument that the parser evaluates
 MAX_DEPTH = 20  # nested brackets
-MAX_BARS = 16  # absolute values, whose nesting is ambiguous
-MAX_ROWS, MAX_ENTRIES = 4, 64
+MAX_BARS = 16  # bars of absolute values, whose nesting is ambiguous
+MAX_ROWS, MAX_ENTRIES = 4, 64  # rows of a determinant, entries of a matrix
 
 EAGER = re.compile(r"\\(binom|Gamma|gcd|lcm|operatorname)(?![A-Za-z])")
 ARGUMENT = re.compile(r"\s*(?:\{((?:[^{}]|\{[^{}]*\})*)\}|\(([^()]*)\)|(\S))")

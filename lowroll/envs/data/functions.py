@@ -1,7 +1,8 @@
 """Reward functions: Python functions of responses (docs/data.md).
 
-A function with a parameter `completions` gets all responses to one prompt, as in TRL; any other
-gets one. A reward of None means that the function does not apply.
+A function with a parameter `completions` gets all responses to one prompt, as in TRL, and returns
+as many rewards; any other gets one response and returns one. Both take any column by name. A reward
+of None means that the function does not apply.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ UNKNOWN_HERE["environments"] = "TRL's environments are not passed here"
 
 @dataclass(frozen=True)
 class Response:
-    """A function's `rollout` argument. `messages` follow the prompt."""
+    """A function's `rollout` argument. `messages` follow the prompt; `columns` is the row with
+    `answer`."""
 
     text: str
     prompt: str | list[Message]
@@ -312,7 +314,8 @@ def rewards_of(
     asked: PromptResponses,
     tell: Callable[[str], object],
 ) -> list[list[float | None]]:
-    """Return each function's rewards. Async ones are awaited together at the end, as in TRL."""
+    """Return each function's rewards. Async ones are awaited together at the end, as in TRL; `tell`
+    gets the names of running functions."""
     rewards_by_name: dict[str, list[float | None]] = {}
     async_functions = [f for f in functions if isinstance(f, RewardFunction) and f.is_async]
     for function in functions:
@@ -392,7 +395,8 @@ def _import_module(file: Path | None, home: str) -> ModuleType:
 
 
 def answer(text: str, answer: str | None = None) -> float:
-    r"""Return 1 when the final answer equals the gold one, else 0."""
+    r"""Return 1 when the final answer, in `\boxed{}` or after `####`, equals the gold one, else
+    0."""
     if answer is None:
         raise ValueError("the row has no answer; give reward_funcs, or name its column")
     final_answer = last_answer(bounded(text))

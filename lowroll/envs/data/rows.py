@@ -28,12 +28,12 @@ TEST_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
 class DataSource:
     """A split of a data set. A file is one split."""
 
-    path: str
+    path: str  # a file, a pattern of files, a folder or a hub id
     split: str = "train"
     subset: str | None = None  # of the hub's data set, such as "main"
-    revision: str | None = None
+    revision: str | None = None  # of the hub's data set: a branch, tag or commit
     streaming: bool = False  # without a copy on disk
-    rows: int | None = None  # None: all
+    rows: int | None = None  # only the first rows; None: all
 
     def __post_init__(self) -> None:
         if self.rows is not None and self.rows < 1:
@@ -41,8 +41,8 @@ class DataSource:
 
 
 def read(spec: str | Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Return a split's rows. spec: a path, or the fields of a `DataSource`. ValueError for
-    unreadable data."""
+    """Return a split's rows. spec: a path, or the fields of a `DataSource`; other keys are ignored.
+    ValueError names the invalid file and row, or the unreadable data set."""
     keys = [field.name for field in fields(DataSource)]
     settings: Mapping[str, Any] = {"path": spec} if isinstance(spec, str) else spec
     source = DataSource(**{key: settings[key] for key in keys if settings.get(key) is not None})

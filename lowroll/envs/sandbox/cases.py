@@ -32,16 +32,15 @@ class Case:
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """Resource limits of a program (docs/programs.md). `seconds`, `memory_mb` and `files` are per
-    process, the others for all together."""
+    """Resource limits of a program (docs/programs.md)."""
 
-    seconds: float = 4.0
-    wall_seconds: float = 6.0
-    total_seconds: float = 8.0
-    memory_mb: int = 512
-    processes: int = 8
-    files: int = 64
-    output_kb: int = 4096
+    seconds: float = 4.0  # CPU time of a process in a case
+    wall_seconds: float = 6.0  # of a case
+    total_seconds: float = 8.0  # of all cases; later ones are timeouts
+    memory_mb: int = 512  # address space of a process
+    processes: int = 8  # processes and threads, with the program itself
+    files: int = 64  # open at once in a process
+    output_kb: int = 4096  # of a case, with standard error
     disk_mb: int = 64  # of /tmp, which is in memory
 
     def __post_init__(self) -> None:

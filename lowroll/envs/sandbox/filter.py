@@ -1,8 +1,9 @@
 """A seccomp filter of the system calls denied in the sandbox, with EPERM.
 
-It is a deny list: programs need most other calls, and namespaces contain them. It also denies
-memory that no process limit counts (memfd, System V), sockets other than local ones (a virtual
-machine's `vsock` ignores network namespaces), and limits of other processes.
+It is a deny list: programs need most other calls, and namespaces contain them. Denied are access to
+other processes, namespaces and mounts, kernel modules, keys, clocks, BPF and io_uring, memory that
+no process limit counts (memfd, System V), sockets other than local ones (a virtual machine's
+`vsock` ignores network namespaces), and limits of other processes.
 """
 
 from __future__ import annotations

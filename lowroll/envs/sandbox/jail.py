@@ -2,10 +2,11 @@
 
     python jail.py '{"binds", "links", "masks", "namespaces", "disk_mb", "inside"}'
 
-A child enters new namespaces; this process stays outside and writes their user maps. Started by
-root, the program is user 65534 outside, as limits do not hold for root. The child's child, process
-1 there, makes a root of read-only bound folders and a /tmp, drops every capability, and becomes
-`inside`. Each process dies with its parent. Standard library only.
+A child enters new user, mount, pid, network, ipc, uts and cgroup namespaces; this process stays
+outside and writes their user maps. Started by root, the program is user 65534 outside, as limits do
+not hold for root. The child's child, process 1 there, makes a root of read-only bound folders and a
+/tmp, drops every capability, and becomes `inside`, which refuses the machine's own `namespaces`.
+Each process dies with its parent. Standard library only.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ CHOICE = re.compile(
 
 
 class Choices(HeldOut):
-    """A set of multiple choice."""
+    """A set of multiple choice: reward 1 when the last `Answer: X` is right, else 0."""
 
     def convert(self, row: dict[str, Any], where: str) -> HeldOutTask | None:
         question = text_of(row, self.row, "question", where)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lowroll.envs.sandbox import Case
 
 CPU_SECONDS = 6.0  # CPU time of one case
-TOTAL_SECONDS = 100.0
+TOTAL_SECONDS = 100.0  # of a program on all cases, within `score.time_limit`
 PLACE = " place"  # key of a row for its byte offset in the file
 STDIN = (
     "Write a Python program that solves the problem. It reads the input from standard input and "
