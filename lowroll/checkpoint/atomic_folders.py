@@ -38,7 +38,7 @@ from lowroll.types import printable
 log = logging.getLogger(__name__)
 
 MANIFEST = "MANIFEST.json"
-TEMPORARY = ".tmp-lowroll-"
+TEMPORARY = ".tmp-lowroll-"  # the next writer removes leftovers of this name
 FORMAT = 1
 _CHUNK = 1 << 20
 _MAX_MANIFEST_BYTES = 16 << 20

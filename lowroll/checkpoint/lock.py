@@ -42,8 +42,8 @@ def refuse_locked(folder: Path) -> None:
 
 
 class RunLock:
-    """Exclusive ownership of a run folder, which is created. RunLockedError when another process
-    owns it."""
+    """Exclusive ownership of a run folder, which is created. `attempt` counts the launches on it,
+    from 1. RunLockedError when another process owns it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)

@@ -3,8 +3,9 @@
 Processes that hold shards write `<name>.1of2.safetensors` and so on into the same folder. A
 tensor's rows are its parts' in order, so any number of processes can read them.
 
-An empty store raises: a run never restarts from scratch by accident. A checkpoint is removed only
-after a newer one was synced, read back and verified.
+A checkpoint exists whole or not at all. `load()` returns the newest undamaged one; an empty store
+raises: a run never restarts from scratch by accident. A checkpoint is removed only after a newer
+one was synced, read back and verified.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Checkpoint:
     """A verified checkpoint, tensors on the CPU."""
 
     step: int
-    tensors: dict[str, dict[str, Any]]
+    tensors: dict[str, dict[str, Any]]  # each is a torch.Tensor, or Pieces
     state: dict[str, Any]
     meta: dict[str, Any]  # of the writer: versions, hashes, attempt
     path: Path
@@ -121,9 +122,10 @@ class Store:
     ) -> Path:
         """Publish checkpoint `step`, verify it from disk, then apply the retention rule.
 
-        parts: the number of processes with shards; share(folder) makes the others `write_part`
-        theirs. ValueError for state that JSON would change, such as NaN or tuples. FileExistsError
-        when `step` exists, NotSyncedError when it could not be read back.
+        parts: the number of processes with shards; `tensors` are then the first one's, and
+        share(folder) makes the others `write_part` theirs. ValueError for state that JSON would
+        change, such as NaN or tuples. FileExistsError when `step` exists, NotSyncedError when it
+        could not be read back.
         """
         text = _encode_state(state)
 

@@ -1,7 +1,7 @@
 """Responses constrained by a grammar, which bans ids before each token.
 
 A grammar is Lark for `llguidance` (extra `grammar`), or the JSON that its `grammar_from_...`
-functions make.
+functions make of a JSON schema, a regular expression or a choice.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """An 8-bit KV cache: `kernels.attention.quantized_cache` in pages. Attention sees the stored codes
-in every phase, so recorded log-probs are those of the 8-bit cache.
+in every phase, also of a fresh prompt and of a step's new token. So recorded log-probs are those of
+the 8-bit cache, and a prefix has the same keys whether just made, shared, or found in the prefix
+cache.
 
 `adapt` chooses the key channels that get a second code: of the pairs that RoPE rotates, those with
 the largest bias of the key projection, or the largest gain of the keys' norm; among equals the

@@ -26,7 +26,7 @@ from rich.text import Text
 
 _BARS = "▁▂▃▄▅▆▇█"
 _PHASES = ("generate", "score", "learn", "publish")
-_ETA_STEPS = 20
+_ETA_STEPS = 20  # last steps of which the remaining time is estimated
 _CELL_COLUMNS = 25  # columns of a number with its label
 _MAX_HELD_OUT = 4
 _EVAL_METRIC = re.compile(r"eval/(.+)/(reward|sampled_reward)(_before)?")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-MOST = 2**31 - 1
-LARGE = 1e30  # must fit float32
+MOST = 2**31 - 1  # of any integer
+LARGE = 1e30  # of any other number: must fit float32
 
 
 def integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:

@@ -40,7 +40,7 @@ def evaluate(
     on_phase: PhaseProgress | None = None,
 ) -> dict[str, float]:
     """Return the metrics `eval/<env>/{reward,pass_at_1,avg_at_k,pass_at_k,length_mean}` over the
-    first examples of the test split; k is rollouts_per_example.
+    first examples of the test split, at most `num_examples`; k is rollouts_per_example.
 
     pass@k leaves out examples with fewer than k scored rollouts. The same seed gives the same noise
     for any weights. ScoringFailed as `check_errors`, ValueError without a usable example.

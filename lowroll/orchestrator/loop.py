@@ -105,7 +105,7 @@ class Orchestrator:
         versions; with watched weights it is step - 1.
 
         Raises ScoringFailed, NoSignal, InvalidRollout or the errors of the engine, scorer, channel
-        or weights.
+        or weights; the ledger is unchanged then.
         """
         if version is None and self.weights is not None:
             version = step - 1

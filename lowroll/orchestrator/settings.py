@@ -50,14 +50,14 @@ class Settings:
     overlong_cache: int | None = None
     filters: tuple[Filter, ...] = ()
     max_error_rate: float = 0.05
-    error_window: int = 50
-    canary_interval: int | None = 20
+    error_window: int = 50  # scores before the error rate is judged
+    canary_interval: int | None = 20  # steps between checks of the scorer on known answers
     max_async_level: int = 0
     strict_async_level: bool = False
     max_off_policy_steps: int = 8
     oversampling_factor: float = 1.0
     partial: str = "none"
-    stall_s: float = 3600.0  # seconds
+    stall_s: float = 3600.0  # seconds in which a group in flight must end
     sampling_seed: int | None = None  # None: `seed`
     buffer_seed: int | None = None  # of the mix of environments; None: `seed`
     online_difficulty_filtering: bool = False
@@ -66,7 +66,7 @@ class Settings:
     easy_fraction: float = 0.0
     hard_fraction: float = 0.0
     hash_keys: tuple[str, ...] = ()
-    max_steps: int = 0
+    max_steps: int = 0  # 0: unknown
     skip_verification: bool = False
 
     @property

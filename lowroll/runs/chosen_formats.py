@@ -103,7 +103,8 @@ def _check_layer_sizes(weights: object, cfg: RunConfig, compute: Compute) -> Non
 
 
 def named(weights: str, cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -> str:
-    """Return a format; a budget is searched on responses to the settings' prompts."""
+    """Return the format of `weights`; a budget is searched on responses to the settings'
+    prompts."""
     if not is_budget(weights):
         return stored(cfg, compute.dtype) if weights == STORED else weights
     from lowroll.runs import format_search

@@ -187,7 +187,8 @@ def diagnose(
     """Draw one batch and score it at every point.
 
     run: a run folder, whose newest checkpoint is used. prompts: user messages, else `num_prompts`
-    of the environments. ValueError when nothing was drawn or the run cannot be read.
+    of the environments. n: responses a prompt. ValueError when nothing was drawn or the run cannot
+    be read.
     """
     run_cfg = cfg.resolved()
     compute = Compute.of(run_cfg)

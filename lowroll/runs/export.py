@@ -97,7 +97,8 @@ def quantize_folder(
 
 
 def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = None) -> Exported:
-    """Write a run's newest checkpoint, or that of `step`, as the new folder `out`.
+    """Write a run's newest checkpoint, or that of `step`, as the new folder `out`; `kind` is one of
+    KINDS.
 
     ValueError, before any writing, for a folder without a run, an unknown kind, an adapter of a run
     without one, or another base model. FileNotFoundError for a missing checkpoint, FileExistsError

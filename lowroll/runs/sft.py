@@ -51,7 +51,8 @@ _SFT = Mirror(SftSettings, SftConfig, TrainConfig, RunConfig, given=("optim",))
 
 
 def run_sft(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) -> RunResult:
-    """Train by `cfg.sft`, and `cfg.train` for shared settings.
+    """Train by `cfg.sft`, and `cfg.train` for shared settings; return the run folder and its
+    records.
 
     The trained model or adapter is `output_dir/final`. Other arguments and signals are as in
     `lowroll.run`.

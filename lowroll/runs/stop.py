@@ -1,6 +1,7 @@
 """The request to stop: SIGINT, SIGTERM and SIGHUP let a run finish its step and write a checkpoint.
 
-first signal     a step that still generates or scores after DROP_S is dropped
+first signal     the step ends as usual; one that still generates or scores after DROP_S is
+                 dropped
 second signal    its usual effect; within ECHO_S it is ignored, as shells often send two
 END_S later      the process ends without a checkpoint
 """

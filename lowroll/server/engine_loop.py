@@ -1,7 +1,8 @@
 """The engine's thread, the only one that calls the engine, and the requests in flight.
 
 Each iteration runs the posted jobs, then one step. First tokens are sent at once. Other updates
-wait until the device works on the next step, because the event loop would take the GIL before.
+wait until the device works on the next step, because the event loop would take the GIL before. A
+step that raises answers its requests with EngineFailed.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class EngineThread:
 
     async def submit(self, request: Request, *, stream: bool = False) -> InFlightRequest:
         """Queue a request. stream: report its tokens while they are drawn. ValueError as of
-        `Engine.add`; ServerBusy, EngineStalled."""
+        `Engine.add`. Raises ServerBusy, EngineStalled."""
         if self.closing:
             raise ServerBusy("the server is ending")
         if self._open_samples >= self.max_samples:

@@ -76,17 +76,17 @@ class ServerLimits:
     body_s: float = 30.0  # until its body has come
     health_s: float = 10.0  # until the engine's thread has answered
     write_s: float = 60.0  # until a client has read a part of its answers
-    update_s: float = 300.0
+    update_s: float = 300.0  # until the engine has taken new weights
 
 
 @dataclass
 class ServerState:
-    """The state for all handlers (`request.app[STATE]`). vocabulary: None lets only token ids in
-    and out."""
+    """The engine's thread and the model, for all handlers (`request.app[STATE]`). chat: the
+    tokenizer with its chat template. vocabulary: None lets only token ids in and out."""
 
     engine: EngineThread
     chat: ChatTokenizer | None
-    name: str
+    name: str  # of the model, as it is served
     capabilities: Capabilities
     vocabulary: Vocabulary | None = None
     limits: ServerLimits = field(default_factory=ServerLimits)
@@ -288,7 +288,8 @@ def _check_headers(request: web.Request, limits: ServerLimits) -> None:
 
 
 def _check_host(request: web.Request, hosts: frozenset[str] | None) -> None:
-    """Refuse a web page whose own name points at this machine."""
+    """Refuse a web page whose own name points at this machine (DNS rebinding); a browser sends both
+    names."""
     if hosts is None:
         return
     host_headers = request.headers.getall("Host", [])

@@ -1,7 +1,7 @@
 """The bodies of requests as pydantic models, and their errors.
 
-Unknown fields are refused, except for `IGNORED_FIELDS`, and for neutral values. The engine checks
-the ranges of sampling fields.
+Unknown fields are refused, except for `IGNORED_FIELDS`. Fields of `NEUTRAL_VALUES` are refused
+unless they request what happens anyway. The engine checks the ranges of sampling fields.
 """
 
 from __future__ import annotations

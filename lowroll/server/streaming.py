@@ -251,7 +251,8 @@ def openai_head(request: web.Request, prefix: str, object: str) -> Tree:
 
 
 def origin(rollout: Rollout, packed: bool = False) -> Tree:
-    """Return what a learner needs of a rollout besides its tokens."""
+    """Return what a learner needs of a rollout besides its tokens: log-probs (unless packed), the
+    policy that drew it, how it ended, and the keys that its cache dropped."""
     behavior, evictions = rollout.behavior, None
     if rollout.evictions is not None:
         numbers = base64.b64encode(rollout.evictions.numbers).decode()

@@ -113,8 +113,10 @@ class WeightStore:
         weights: str,
         gap: bool = False,
     ) -> VersionUpdates:
-        """Return the updates to a version, in memory, in order. newest: the number of the engine's
-        policy. Refuse with 404 an unknown version, with 409 a damaged or unfit one."""
+        """Return the updates to a version, in memory, in order. A version of changes begins where
+        the engine is, or with `gap` at a complete version. newest: the number of the engine's
+        policy. able, weights: the engine's capabilities and format. Refuse with 404 an unknown
+        version, with 409 a damaged or unfit one."""
         updates = []
         try:
             for link in self._chain(version, gap):

@@ -4,10 +4,11 @@
 
 With a response's reward on its last token, `advantages.gae` makes token advantages and returns from
 the values before the batch. Advantages are whitened over the masked tokens of the whole batch, and
-the critic descends `objectives.value_loss` on the returns in the policy's minibatches.
+the critic descends `objectives.value.value_loss` on the returns in the policy's minibatches.
 
 The body learns in full, even under LoRA, at a constant rate. The head begins at zero, so that with
-gamma = lam = 1 and no whitening the first step is REINFORCE (verl draws a random head).
+gamma = lam = 1 and no whitening the first step is REINFORCE with the reward as advantage (verl
+draws a random head).
 
 T: tokens fed, N: response tokens, D: hidden size.
 """
@@ -36,11 +37,11 @@ NO_VARIANCE = 1e-12  # of returns; equal ones differ by rounding
 
 @dataclass(frozen=True)
 class CriticSettings:
-    gamma: float = 1.0
-    lam: float = 1.0
+    gamma: float = 1.0  # discount a token
+    lam: float = 1.0  # GAE: 1 trusts the rewards, 0 the values
     whiten: bool = True
     value_clip: float | None = 0.5  # c of `value_loss`; None: no clip
-    warmup_steps: int = 0
+    warmup_steps: int = 0  # training steps before the policy learns too
     tokens_per_microbatch: int = 8192
 
 

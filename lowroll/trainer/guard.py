@@ -7,7 +7,8 @@
     ratio         mismatch/weight_max above a bound
     nonfinite     one of these is not finite, or an update was skipped
 
-After `patience` alarmed steps in a row the action follows.
+The average is m <- m + (x - m) / 10; its baseline begins again with other rollouts. After
+`patience` alarmed steps in a row the action follows. A resumed run decides the same.
 
 Under a budget (`rollout.weights: {max_kl:...}`) a KL alarm first has the formats chosen again; if
 the choice is the same, the action follows, and the next choice waits twice as long.

@@ -1,6 +1,7 @@
 """The trainer's loop: learn from a batch, publish a policy version.
 
-The step after version n makes version n + 1. The wait for a batch is at most `deadline_s`.
+It waits for a batch on the rollout channel, at most `deadline_s` seconds. The step after version n
+makes version n + 1.
 """
 
 from __future__ import annotations

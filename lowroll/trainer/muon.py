@@ -6,9 +6,9 @@ For a matrix W [N, K] with gradient G, momentum b and learning rate lr:
     X = U / |U|;   five times  X <- a X + (b2 A + c A^2) X  with A = X X^T,  (a, b2, c) = (3.4445, -4.7750, 2.0315)
     W <- W - lr wd W - lr 0.2 sqrt(max(N, K)) X
 
-X is nearly the orthogonal factor of U. The factor 0.2 sqrt(max(N, K)) gives the update Adam's RMS,
-0.2 lr (Liu et al. 2025, arXiv 2502.16982, section 2.2), so that one learning rate serves Muon and
-AdamW.
+X is nearly the orthogonal factor of U (singular values of 0.7 to 1.2). The factor 0.2 sqrt(max(N,
+K)) gives the update Adam's RMS, 0.2 lr (Liu et al. 2025, arXiv 2502.16982, section 2.2), so that
+one learning rate serves Muon and AdamW.
 
 Fused matrices (q, k, v; gate, up) are orthogonalized separately, in bfloat16 on a GPU, else in
 float32. With sharded parameters each round gathers one matrix of like cost on every rank: 1/n of

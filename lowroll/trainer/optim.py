@@ -40,7 +40,7 @@ class OptimSettings:
     lr_scheduler_type: str = "constant"
     warmup_steps: int = 0
     total_steps: int = 100
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: float = 0.0  # of learning_rate, reached at total_steps
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8

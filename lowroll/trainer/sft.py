@@ -71,7 +71,8 @@ class SftLearner:
         self._order = epochs(len(self.samples), settings.seed)
 
     def step(self) -> dict[str, float]:
-        """Make one update and return its metrics. TrainingDiverged as `refuse_divergence`."""
+        """Make one update and return its metrics. TrainingDiverged after MAX_REFUSALS non-finite
+        ones in a row."""
         batch = [self.samples[next(self._order)] for _ in range(self.settings.batch_size)]
         return sft_step(self.model, batch, self.optimizer, self.settings)
 

@@ -22,7 +22,7 @@ from lowroll.checkpoint.store import write_part
 from lowroll.parallel.ranks import Ranks
 from lowroll.transport.base import TransportError
 
-SAVE_S = 3600.0
+SAVE_S = 3600.0  # seconds to wait for the leading rank to publish
 Result = TypeVar("Result")
 
 

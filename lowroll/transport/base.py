@@ -1,4 +1,6 @@
-"""The errors, the waits and the trainer's cursor of all rollout channels (docs/architecture.md)."""
+"""The errors, the waits and the trainer's cursor of all rollout channels (docs/architecture.md).
+The orchestrator sends one Batch a step, in order. The trainer receives each once, and after a crash
+those since its checkpoint again."""
 
 from __future__ import annotations
 
@@ -91,7 +93,8 @@ class RolloutReceiver(Protocol):
     """The trainer's end of a channel."""
 
     def receive(self, deadline_s: float) -> Batch:
-        """Return the next batch, each once and in order. Raises DeadlineExceeded, ChannelClosed."""
+        """Return the next batch, each once and in order. DeadlineExceeded after `deadline_s`
+        seconds, ChannelClosed when none can come."""
 
 
 def check_deadline(deadline_s: float) -> float:

@@ -55,7 +55,8 @@ class Sender:
         """Do nothing: the trainer polls the folder."""
 
     def send(self, batch: Batch) -> None:
-        """Put a batch into the spool, or raise DeadlineExceeded or FrameGone."""
+        """Put a batch into the spool. DeadlineExceeded when the trainer is too far behind,
+        FrameGone when it needs a batch that is gone; nothing is sent then."""
         if self.closed:
             raise ChannelClosed(f"batch of step {batch.step} was sent on a closed rollout channel")
         if batch.step not in self.spool.steps():  # `put` only compares a present one
@@ -132,8 +133,8 @@ class Sender:
 
 
 class Receiver:
-    """The trainer's end. attempt: grows with every start. committed: the step of the checkpoint
-    that it resumes from."""
+    """The trainer's end. attempt: grows with every start; earlier ones are fenced. committed: the
+    step of the checkpoint that it resumes from."""
 
     def __init__(
         self,

@@ -348,8 +348,9 @@ class Receiver:
         self._warned = False  # that no orchestrator has ever answered
 
     def receive(self, deadline_s: float) -> Batch:
-        """Return the next batch. PeerSilent after `silence_s` seconds, DamagedFrame after TRIES
-        transfers. Raises FrameGone, Fenced, ChannelClosed."""
+        """Return the next batch. PeerSilent when an orchestrator that was there is silent for
+        `silence_s` seconds, DamagedFrame after TRIES damaged transfers. Raises FrameGone, Fenced,
+        ChannelClosed."""
         step = self._cursor.received + 1
         deadline = time.monotonic() + check_deadline(deadline_s)
         assembler = FrameAssembler(step)

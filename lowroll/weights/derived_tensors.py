@@ -10,7 +10,7 @@ from lowroll.weights import aligned_forward
 
 def renew(model: Transformer) -> None:
     """Renew codes now, and an adapter's copies at the next read. ValueError as by
-    `aligned.refresh`."""
+    `aligned_forward.refresh`."""
     for _, linear in model.linears():
         if linear.adapter is not None:
             linear.adapter.changed()

@@ -1,7 +1,8 @@
 """Publication of master weights to the engine: master -> noise -> quantize -> the engine's buffers,
 in place.
 
-`rollout_copy` makes the engine's model once; `publish` refills it after each step.
+`rollout_copy` makes the engine's model once; `publish` refills it after each step without moving a
+storage. Under LoRA a quantized base is shared, and only the adapter is published.
 """
 
 from __future__ import annotations

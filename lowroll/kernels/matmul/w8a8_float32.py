@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-COLUMNS = 1024
+COLUMNS = 1024  # the most columns whose sums float32 holds exactly
 
 Parts = tuple[Tensor, ...]  # float32 [N, up to COLUMNS]
 

@@ -12,7 +12,7 @@ are ordered before the division by T, whose rounding could make unequal ones equ
 On CUDA one program a row reads only blocks that can hold the threshold. The maxima of blocks bound
 the k-th largest logit, and their masses the floor of top-p. Passes over blocks above the bound
 divide the interval by four until at most NEAR numbers are left, which are searched in registers
-(`search`).
+(`threshold_search`).
 
 Legend: `kernels.sampling`; L blocks of a row, R rows with filters.
 """

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 # names of files here, packages, and extras
 NAMES = ("wandb", "tensorboard", "trackio", "mlflow")
 TRACKED_FILE = "tracked.json"
-MOST_WAITING = 1000
-CLOSE_LIMIT = 30.0  # seconds
+MOST_WAITING = 1000  # records queued for a slow tracker
+CLOSE_LIMIT = 30.0  # seconds for them at the end of a run
 Metrics = Mapping[str, float]
 
 

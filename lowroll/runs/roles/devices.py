@@ -1,7 +1,7 @@
 """The assignment of GPUs to a launcher's children. No torch.
 
 The learner's ranks have the first GPUs, one each. The engines share the others, or the learner's if
-there are no others.
+there are no others, each as many as it needs. All share a single GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The engine of a run, for `lowroll serve FILE`.
 
 A vLLM listens on a Unix socket that only this user can reach, since its control routes need no
-token.
+token. The role's heartbeat holds the address; a restarted engine keeps it.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class ReadOnlyFolder(RunFolder):
         self.asked_step = step
 
     def resume(self, step: int, about: Mapping[str, str]) -> None:
-        """Do nothing."""
+        """Do nothing: rank 0 truncates the folder."""
 
     def keep_batch(self, name: str, batch: Batch) -> Path:
         return self.path / name
@@ -188,10 +188,10 @@ class ReadOnlyFolder(RunFolder):
     def save(
         self, step: int, tensors: Any, state: Any, meta: Any, parts: int = 1, share: Any = None
     ) -> None:
-        """Do nothing."""
+        """Do nothing: rank 0 keeps the checkpoint."""
 
     def publish(self, write: Callable[[Path], object]) -> None:
-        """Do nothing."""
+        """Do nothing: rank 0 publishes the folder."""
 
 
 class MirrorPublisher:

@@ -3,7 +3,8 @@
     broadcasts/step_000007/    as `checkpoint.atomic_folders` leaves it, with its MANIFEST.json
                step_000007/STABLE    JSON: version, attempt, kind, manifest_digest, noise
 
-The SHA-256 of the manifest covers every byte.
+The marker is written last; a folder without it is ignored. The SHA-256 of the manifest covers every
+byte, so it never matches the files of another attempt.
 """
 
 from __future__ import annotations

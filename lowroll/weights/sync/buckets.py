@@ -76,7 +76,7 @@ def pack(
     tensors: Mapping[str, Tensor], digest: str, device: torch.device
 ) -> tuple[BucketLayout, list[Tensor]]:
     """Copy tensors, in their order, into uint8 buckets on a device, each filled up to BUCKET_BYTES.
-    ValueError for another dtype than of weights."""
+    ValueError names a tensor whose dtype is none of weights."""
     slots: list[TensorSlot] = []
     sizes: list[int] = []
     for name, tensor in tensors.items():

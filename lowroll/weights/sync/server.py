@@ -73,9 +73,9 @@ class _WantedVersion(NamedTuple):
 class WeightServer:
     """A server of the newest versions to engines.
 
-    way: nccl (gloo on a CPU) or cuda_ipc. host, port: the only interface. token:
-    `base.transfer_token`. keep: how many versions stay, each a copy of the model. ValueError for an
-    address that engines cannot reach, or others without a token.
+    way: nccl (gloo on a CPU) or cuda_ipc. host, port: the only interface; port 0 for a free one.
+    token: `base.transfer_token`. keep: how many versions stay, each a copy of the model. ValueError
+    for an address that engines cannot reach, or others without a token.
     """
 
     def __init__(
