@@ -47,11 +47,11 @@ from lowroll.quant.formats import all_finite
 
 MOST_STEPS = 16
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-LARGE_BATCH_FROM = 9
+LARGE_BATCH_FROM = 9  # rows
 
 # rows of `Decoder.state`, int64
 LAST_TOKEN = 0
-POSITION = 1
+POSITION = 1  # of the last token
 NEXT_POSITION = 2  # of the token to draw: the noise counter
 UNTIL = 3  # where the row stops
 NOISE_KEY = 4
@@ -74,7 +74,7 @@ class PendingSteps:
 
 class _UploadedPages(NamedTuple):
     sequence: Sequence | None
-    num_compactions: int
+    num_compactions: int  # each one replaces the table
     num_pages: int
 
 

@@ -22,7 +22,7 @@ from lowroll.model.attention import upload
 
 log = logging.getLogger(__name__)
 
-MOST_KEPT = 32
+MOST_KEPT = 32  # grammars that stay compiled
 MOST_TEXT = 1 << 18  # characters of one grammar
 # a mask takes at most about 15 ms, by the library's documentation
 STEP_ITEMS, STEP_FUEL, LEXER_STATES = 50_000, 200_000, 50_000

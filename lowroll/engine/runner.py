@@ -45,8 +45,8 @@ from lowroll.model.attention import upload
 from lowroll.model.logprobs import log_probs
 from lowroll.model.transformer import Transformer
 
-SCORE_ROWS = 256
-MOST_COMPACTED = 64
+SCORE_ROWS = 256  # rows whose logits exist at a time
+MOST_COMPACTED = 64  # samples whose keys are scored and moved at a time
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class StepResult:
     sequence: Sequence
     token_ids: list[int]
     logprobs: list[float]
-    large_batch: bool
+    large_batch: bool  # the model for large batches drew them
     # (id, log-prob) of the likeliest tokens at each position, if requested
     tops: list[list[tuple[int, float]]] | None = None
 

@@ -50,7 +50,7 @@ from lowroll.kernels.sampling.draw import draw
 from lowroll.kernels.sampling.filters import Filters
 from lowroll.model.attention import upload
 
-RANKED_ROWS = 64
+RANKED_ROWS = 64  # rows whose tokens are ranked at a time
 
 
 @dataclass(frozen=True)

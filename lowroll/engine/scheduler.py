@@ -17,10 +17,10 @@ Admission is first in, first out, sample by sample, without preemption: a sample
 slot is free and the pages of its worst case, beyond the shared ones (`kv.policy.base.footprint`),
 are free and not reserved. Only the oldest group can have both admitted and waiting samples, and it
 holds nothing but its prompt. So one more sample always fits when all others have ended: there is no
-deadlock.
+deadlock. A group larger than the cache or than `max_batch` is admitted in waves.
 
-One short prompt takes as long as several. With `gather`, prompts run together, after that many
-decode steps, or when they fill a pass.
+Rows that decode wait while a prompt runs, and one short prompt takes as long as several. So with
+`gather`, prompts run together, after that many decode steps, or when they fill a pass.
 
 One thread uses it. An `abort` between run and commits makes the commits do nothing. Do not abort
 between plan and run: that frees the pages that the plan lists.

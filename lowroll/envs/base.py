@@ -24,7 +24,7 @@ SPLITS = ("train", "test")
 MAX_TEXT = 50_000  # scored characters of a response
 TEST_BYTES = 64  # of 256: the held-out share of generated tasks
 MAX_DRAWS = 200  # failed draws, after which the task space counts as too small
-NUM_FAILURES = 5
+NUM_FAILURES = 5  # examples that a Validation keeps
 
 
 def bounded(text: str) -> str:
@@ -62,7 +62,7 @@ class Validation:
     gold_accepted: int
     gold_missing: int  # tasks without a gold or a perturbed answer
     perturbed_rejected: int
-    failures: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()  # the first NUM_FAILURES, a line each
 
     @property
     def ok(self) -> bool:

@@ -29,7 +29,7 @@ TEMPLATE = (
     "{text}\nAdd the amounts in turn, round by round. Write a line for each round, such as "
     "1: a8 b5, with every new sum after its letter, and then the last sum after ####."
 )
-MAX_SUMS = 5000
+MAX_SUMS = 5000  # more do not fit into the scored text
 SUM = re.compile(r"([a-z])(\d{1,4})")
 
 

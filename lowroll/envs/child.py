@@ -24,10 +24,10 @@ SET_ENV = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 PR_SET_PDEATHSIG = 1
-FEW = 8
+FEW = 8  # children that any machine may run
 A_CORE = 64  # children, most of which wait for a judge model
 CHILD_MB = 64  # memory of a child that imported sympy
-CHILD_FILES = 4
+CHILD_FILES = 4  # file descriptors of a child
 
 
 def start(

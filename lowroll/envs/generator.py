@@ -30,9 +30,9 @@ from lowroll.envs import child
 from lowroll.types import nearest
 
 LEVEL = "curriculum_level"
-BLOCK = 256  # items of a list
-CHILD_LIMIT = 60.0  # seconds
-KILL_LIMIT = 5.0  # seconds
+BLOCK = 256  # items of a list, which some generators prepare at construction
+CHILD_LIMIT = 60.0  # seconds for a child to answer
+KILL_LIMIT = 5.0  # seconds for the kernel to reap a killed child
 
 LISTS = re.compile(r"[\w\s,'\"\[\]-]*")
 SUMS = re.compile(r"[\d\s()+*/.-]*")

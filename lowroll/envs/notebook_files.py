@@ -29,7 +29,7 @@ from lowroll.envs.data.columns import ODD, plain
 from lowroll.envs.data.rows import TEST_SPLITS
 
 MAIN = "__main__"
-ROWS = ("data", "path", "test_path")
+ROWS = ("data", "path", "test_path")  # keys whose values may be rows
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from lowroll.envs.return_values import InvalidReply, as_messages
 from lowroll.envs.worker_output import Output, readable
 from lowroll.types import Message, Prompt, RunFailed, Score, ScoreError
 
-START_LIMIT = 60.0
+START_LIMIT = 60.0  # seconds for a worker's imports
 KILL_LIMIT = 5.0  # seconds
 MAX_CHUNK = 32  # items
 MAX_REPLY = 1 << 20  # bytes of a reply; a longer one is a crash

@@ -35,7 +35,7 @@ TABLE = {
     "code": "lowroll.envs.code:Code",
     "data": "lowroll.envs.data.environment:Data",
 }
-LIMITS = ("max_turns", "max_sequence_tokens")
+LIMITS = ("max_turns", "max_sequence_tokens")  # arguments of every environment
 REASONING_GYM = "reasoning-gym/"
 VERIFIERS = "verifiers/"
 

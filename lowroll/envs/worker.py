@@ -37,7 +37,7 @@ from lowroll.envs.table import construct, own_file
 from lowroll.types import Prompt, Score
 
 MAX_FILE_MB = 64  # protects the disk from a scorer
-MAX_MESSAGE = 100_000
+MAX_MESSAGE = 100_000  # characters of an error, which the pool shortens
 
 
 def limit_resources(memory_mb: int) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 from lowroll.metrics.page import escape, gold_answer, page, transcript
 
-MOST = 100
-LONGEST = 8000
+MOST = 100  # examples shown of a set
+LONGEST = 8000  # characters of a text
 _SUMMARY_LENGTH = 160
 
 

@@ -28,7 +28,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _PHASES = ("generate", "score", "learn", "publish")
 _ETA_STEPS = 20  # last steps of which the remaining time is estimated
 _CELL_COLUMNS = 25  # columns of a number with its label
-_MAX_HELD_OUT = 4
+_MAX_HELD_OUT = 4  # environments shown with an evaluation
 _EVAL_METRIC = re.compile(r"eval/(.+)/(reward|sampled_reward)(_before)?")
 
 

@@ -34,7 +34,7 @@ EVALUATIONS_FILE = Path("orchestrator", "evaluations.jsonl")
 ABOUT_FILE = "about.json"
 LOST = "record/lost"
 Record = dict[str, Any]  # "step": int, every other key: float or None
-_MAX_LOGGED = 5
+_MAX_LOGGED = 5  # damaged lines that are logged
 _MAX_LOST = 100_000  # lost records that are marked, as a folder may claim any step
 _MAX_STEP = 10**9
 

@@ -12,11 +12,11 @@ from lowroll.checkpoint.line_checksum import read_objects
 from lowroll.metrics.page import escape, gold_answer, transcript
 
 Record = dict[str, Any]
-STEPS = 5
+STEPS = 5  # the first, the last, and evenly spaced ones between
 A_STEP = 8  # scored samples a step
 ERRORS = 2  # samples a step with a failed score
 _MAX_TEXT_LENGTH = 8000  # characters of a text
-_SUMMARY_LENGTH = 160
+_SUMMARY_LENGTH = 160  # characters
 
 
 def sample_section(run_dir: Path, notes: list[str]) -> str:

@@ -234,7 +234,7 @@ def _input_gradient(
     return x_grad_TK.addmm_(grad_TN, weight_NK)
 
 
-_NUM_PLAIN_ARGUMENTS = 11
+_NUM_PLAIN_ARGUMENTS = 11  # of `_AdaptedProduct.forward`, before the masters
 
 
 class _AdaptedProduct(torch.autograd.Function):

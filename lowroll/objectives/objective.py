@@ -18,7 +18,7 @@ from lowroll.objectives.reduce import Denominators, aggregate, count
 from lowroll.objectives.reweight import CorrectionWeights
 from lowroll.objectives.table import ALGORITHMS, CORRECTIONS, ObjectiveRow, pair
 
-GIVEN = ("tokens", "counts")
+GIVEN = ("tokens", "counts")  # parameters of a function that are not options
 
 
 @cache

@@ -47,13 +47,13 @@ class ObjectiveInput:
     gradient."""
 
     sequences: Sequences
-    learner_N: Tensor
+    learner_N: Tensor  # log-probs
     log_ratio_N: Tensor  # learner - proximal, or learner - behavior without proximal
-    ratio_N: Tensor
+    ratio_N: Tensor  # exp of log_ratio_N
     log_weight_N: Tensor  # proximal - behavior, or 0 without both
-    weight_N: Tensor
+    weight_N: Tensor  # w, exp of log_weight_N
     advantages_N: Tensor
-    teacher_N: Tensor | None
+    teacher_N: Tensor | None  # log-probs
     has_behavior: bool
     num_dropped: Tensor  # int64 scalar: unmasked tokens without a finite behavior
 

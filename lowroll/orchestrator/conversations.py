@@ -43,7 +43,7 @@ class Dialogue(Request):
     prompt: Prompt | None = None
     max_turns: int = 1
     max_sequence_tokens: int | None = None
-    tools: bool = False
+    tools: bool = False  # the model may call tools
 
     @property
     def first(self) -> Request:

@@ -14,7 +14,7 @@ from lowroll.types import RunFailed, Score, ScoreError, printable
 
 logger = logging.getLogger(__name__)
 
-MESSAGE_LIMIT = 500
+MESSAGE_LIMIT = 500  # logged characters of a scorer's message
 
 
 class InvalidRollout(ValueError):

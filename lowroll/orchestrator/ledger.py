@@ -29,8 +29,8 @@ class GroupPlan:
     """The values from which to draw an open group again."""
 
     env: str
-    position: int
-    step: int
+    position: int  # in its environment
+    step: int  # for which it was planned
     temperature: float
 
     @classmethod

@@ -12,7 +12,7 @@ from lowroll.orchestrator.ledger import Ledger
 from lowroll.orchestrator.settings import Settings
 from lowroll.types import Rollout, Sample
 
-STALE = "stale"
+STALE = "stale"  # the reason with which `staleness` drops a group
 REASONS = ("no_signal", "too_easy", "too_hard", STALE, "oversampled")
 NO_SIGNAL = ("no_signal", "too_easy", "too_hard")  # reasons that a step may fall back on
 
@@ -22,7 +22,7 @@ class DroppedGroup:
     """A group that goes into no batch. `group` is None if it never returned."""
 
     id: str
-    reason: str
+    reason: str  # one of REASONS
     group: ScoredGroup | None = None
 
 

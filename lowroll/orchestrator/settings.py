@@ -39,9 +39,9 @@ class Settings:
     seed: int = 0
     # relative shares of the draws by environment; 1 if absent
     env_weights: Mapping[str, float] = field(default_factory=dict)
-    advantage: str = "grpo"
-    estimator: Estimator | None = None
-    max_prompt_tokens: int | None = None
+    advantage: str = "grpo"  # a name of `lowroll.advantages.TABLE`, or custom
+    estimator: Estimator | None = None  # the user's function of one group, for `custom`
+    max_prompt_tokens: int | None = None  # longer prompts are skipped and counted
     max_sequence_tokens: int | None = None
     dynamic_sampling: bool = False
     max_rounds: int = 8

@@ -36,7 +36,7 @@ from lowroll.quant.scheme import Scheme, arguments
 E4M3 = torch.float8_e4m3fn
 MAX = 448.0
 BLOCK = 128
-KIND = "fp8"
+KIND = "fp8"  # of the codes of activations
 
 
 def to_e4m3(x: Tensor) -> Tensor:

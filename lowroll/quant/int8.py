@@ -28,7 +28,7 @@ from lowroll.quant.formats import QTensor, divide, nonzero
 from lowroll.quant.grid import Grid, Gridded, Stretch
 from lowroll.quant.scheme import INT8_TOKENS, Scheme, arguments
 
-KIND = "int8"
+KIND = "int8"  # of the codes of activations
 
 
 class Int8(Gridded):

@@ -48,7 +48,7 @@ LINEARS = (  # suffixes of quantized modules
     *(".in_proj_qkvz", ".in_proj_qkv", ".in_proj_z", ".out_proj"),
     *(".q_a_proj", ".q_b_proj", ".kv_a_proj_with_mqa", ".kv_b_proj"),
 )
-MIXED = "mixed-precision"
+MIXED = "mixed-precision"  # compressed-tensors' word for groups stored differently
 _DTYPES = {torch.int8: "I8", torch.uint8: "U8", torch.int32: "I32", torch.float8_e4m3fn: "F8_E4M3"}
 _ADVICE = "; quantize the dense model with `lowroll quantize`, or load the dense one"
 

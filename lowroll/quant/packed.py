@@ -28,7 +28,7 @@ from lowroll.quant.formats import QTensor, get_format, meta_tensors
 from lowroll.quant.int4 import GROUP, Int4, Int4Asymmetric, pack_words, pack_zeros
 from lowroll.quant.scheme import Header
 
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each code of a word
 BITS = (2, 4, 8)
 ADVICE = "; load the dense model"
 

@@ -43,7 +43,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ECHO_S = 1.0  # a second signal within it is ignored: terminals and wrappers often send two
 LAST_S = 5.0  # for the answers of aborted requests
 BACKLOG = 512
-THREADS = 4
+THREADS = 4  # threads that encode texts and read weights
 
 
 async def health(request: web.Request) -> web.Response:

@@ -45,7 +45,7 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class SftSettings:
-    batch_size: int
+    batch_size: int  # demonstrations an update
     optim: OptimSettings = field(default_factory=OptimSettings)
     tokens_per_microbatch: int = 8192
     logprob_chunk: int = 1024

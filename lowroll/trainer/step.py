@@ -77,7 +77,7 @@ class LearnSettings:
 
     objective: Objective
     options: Mapping[str, Any] = field(default_factory=dict)
-    minibatches: int = 1
+    minibatches: int = 1  # optimizer updates a batch
     tokens_per_microbatch: int = 8192
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
@@ -193,7 +193,7 @@ class Minibatch:
     """The samples of one update, by index in the batch."""
 
     samples: list[int]
-    active: list[int]
+    active: list[int]  # samples with a token that is learned from
     with_gradient: set[int]
 
     @property

@@ -21,7 +21,7 @@ from lowroll.transport.spool import Spool
 from lowroll.types import Batch
 
 TRIES = 3  # of a damaged frame
-_PAUSE_S = 0.2
+_PAUSE_S = 0.2  # between reads of a damaged frame
 
 
 class Sender:

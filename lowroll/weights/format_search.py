@@ -39,7 +39,7 @@ from lowroll.weights.blockwise import check_dense, input_of, multiplying
 # tokens in all, and of each sequence, for single layers
 SINGLE_TOKENS, PIECE_TOKENS = 192, 48
 FINE_BITS = 0.02  # bits a weight
-HEAD_TOKENS = 256
+HEAD_TOKENS = 256  # tokens whose logits exist at once
 LEAST_KL = 1e-15  # float32 sums of quantized layers may be smaller
 
 

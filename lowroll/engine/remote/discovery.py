@@ -14,7 +14,7 @@ from lowroll.types import printable
 log = logging.getLogger(__name__)
 
 Resolver = Callable[[str, int], Sequence[str]]  # (host, port) -> addresses
-ANSWER_S = 10.0
+ANSWER_S = 10.0  # deadline of one query
 JOIN_S = 1.0
 
 

@@ -87,8 +87,8 @@ class ArrivingSample:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    stated: Any = None
-    given_up: bool = False
+    stated: Any = None  # the origin that lowroll's server states for the sample
+    given_up: bool = False  # aborted before the answer was complete
 
     def read(self) -> tuple[list[int], list[float], list[list[tuple[int, float]]]]:
         """Return equally long copies, since another thread may append."""

@@ -99,7 +99,7 @@ class QueuedRequest:
     failures: int = 0
     losses: int = 0
     busy_since: float = 0.0  # since when its engines have been busy
-    avoid: set[str] = field(default_factory=set)
+    avoid: set[str] = field(default_factory=set)  # engines that failed it
     aborted: bool = False
     ended: bool = False
 

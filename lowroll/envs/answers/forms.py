@@ -39,7 +39,7 @@ BAR = re.compile(r"[|:]")
 RELATION = re.compile(r"\\(?:leq|geq|neq|approx|in)(?![A-Za-z])|[=<>]")
 FLIPPED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
 BELOW = ("<", r"\leq")
-LETTERED = re.compile(r"(?:\\text\{)?\s*\(\s*[A-Z]\s*\)")
+LETTERED = re.compile(r"(?:\\text\{)?\s*\(\s*[A-Z]\s*\)")  # (B) 12
 CONSTANT = re.compile(
     r"(?:[\d\s.,+\-*/^(){}%!e]|\\(?:frac|sqrt|pi|infty|cdot|times|ln|log|sin|cos|tan)(?![A-Za-z]))+"
 )

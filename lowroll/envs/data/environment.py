@@ -25,7 +25,7 @@ from lowroll.types import Message, Prompt, Score
 
 logger = logging.getLogger(__name__)
 
-NUMBER = re.compile(r":\d+$|\[\d+\]$")
+NUMBER = re.compile(r":\d+$|\[\d+\]$")  # a row's number after its source
 Said = str | list[Message]  # a response, or the messages after the prompt
 
 

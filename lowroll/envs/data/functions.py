@@ -37,7 +37,7 @@ from lowroll.envs.table import import_file, split_file
 from lowroll.envs.user_errors import describe, place
 from lowroll.types import Message, nearest
 
-ANSWER = "answer"
+ANSWER = "answer"  # the built-in function
 TEXTS = ("text", "solution_str")  # the second name is verl's
 ONE = (*TEXTS, "completion", "prompt", "rollout")
 # TRL's arguments that are not columns
@@ -46,7 +46,7 @@ LOGS = ("log_extra", "log_metric")
 SEVERAL = ("completions", "prompts", *OF_ROLLOUTS, *LOGS)
 NO_COLUMNS = ("prompt", "completion")  # not passed to **columns, as in TRL
 MAX_EXTRA = 500_000  # characters per prompt
-SAID = frozenset((*TEXTS, "completion", "rollout", "completions"))
+SAID = frozenset((*TEXTS, "completion", "rollout", "completions"))  # names of the response
 UNKNOWN_HERE = dict.fromkeys((*OF_ROLLOUTS, *LOGS), "only functions of completions are given it")
 UNKNOWN_HERE["environments"] = "TRL's environments are not passed here"
 

@@ -16,7 +16,7 @@ EPERM, ENOSYS = 1, 38
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_SET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # in struct seccomp_data
 X32 = 0x40000000  # numbers of x86-64's other calling convention
-NEW_NAMESPACES = 0x7E020080
+NEW_NAMESPACES = 0x7E020080  # CLONE_NEW*
 AF_UNIX = 1
 
 # the same number on both: io_uring, mounts by descriptor, pidfd_getfd, memfd_secret

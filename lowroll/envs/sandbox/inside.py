@@ -35,7 +35,7 @@ from typing import Any
 
 PROGRAM = "/tmp/program.py"
 RESULT = 3  # descriptor of a function's result
-COMPILE = 65
+COMPILE = 65  # exit status of a program that does not compile
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38
 FILTER_MODE = 2
 LAST_WORDS = 300  # bytes of standard error

@@ -31,7 +31,7 @@ MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 PR_SET_PDEATHSIG, PR_CAPBSET_DROP = 1, 24
 CAPABILITIES_VERSION = 0x20080522
-OUTSIDE, INSIDE = 65534, 1000
+OUTSIDE, INSIDE = 65534, 1000  # user ids of the program outside and inside
 DEVICES = ("null", "zero", "full", "random", "urandom")
 ROOT_KB = 256
 libc = ctypes.CDLL(None, use_errno=True)

@@ -25,7 +25,7 @@ ENV = {
     "PYTHONHASHSEED": "0",
     "PYTHONUTF8": "1",
 }
-START_LIMIT = 20.0
+START_LIMIT = 20.0  # seconds for the sandbox to start
 SLACK = 5.0  # seconds for the sandbox's own work
 MAX_SAID = 500  # characters
 

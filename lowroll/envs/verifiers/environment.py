@@ -15,8 +15,8 @@ from lowroll.envs.user_errors import describe
 from lowroll.envs.verifiers.source import VerifiersSource, refuse_missing
 from lowroll.types import Message, Prompt, Score
 
-MOST_TURNS = 8
-MOST_TASKS = 1_000_000
+MOST_TURNS = 8  # in an environment without a bound
+MOST_TASKS = 1_000_000  # of a finite data set
 
 
 class Verifiers(Environment):

@@ -8,7 +8,7 @@ import time
 
 from lowroll.metrics.trackers import Metrics, Tracked
 
-NOT_NAMED = re.compile(r"[^\w\-. :/]")
+NOT_NAMED = re.compile(r"[^\w\-. :/]")  # characters that MLflow forbids in metric names
 TAG = "lowroll.id"
 MOST_AT_ONCE = 1000
 MAX_VALUE = 500  # characters of a setting
