@@ -3,7 +3,8 @@
 A step uploads from pinned memory, since other copies wait for all work of the device.
 
 Legend: T tokens of the step, D hidden size, V vocabulary, P prompts that have ended, B rows that
-draw a token, C rows of a piece, G key-value heads, K keys that stay or likeliest tokens.
+draw a token, C rows of a piece, G key-value heads, K keys that stay or likeliest tokens,
+S steps, L layers.
 """
 
 from __future__ import annotations

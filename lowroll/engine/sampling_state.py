@@ -3,7 +3,7 @@
 The repetition penalty and `min_tokens` depend on earlier tokens, which are marked by slot
 (`kernels.sampling.penalties`).
 
-Legend: B rows, S slots, V vocabulary.
+Legend: B rows, S slots, V vocabulary, N tokens to count.
 """
 
 from __future__ import annotations

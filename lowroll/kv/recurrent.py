@@ -1,7 +1,7 @@
 """The states of recurrent layers, one slot a sample, beside the paged cache. A state is that of all
 tokens so far, so it cannot be shared by pages or taken back.
 
-Legend: `model.recurrence`; N slots.
+Legend: `model.recurrence`; L layers, N slots.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ All experts are stacked in one `Linear` with the parts "experts.7.gate_proj" and
 checkpoints see one matrix [E N, K]. It is multiplied with rows sorted by expert
 (`kernels.moe.grouped`).
 
-Legend: `model`; S choices a token, P = T S slots, E experts.
+Legend: `model`; S choices a token, P = T S slots, E experts, F intermediate size.
 """
 
 from __future__ import annotations

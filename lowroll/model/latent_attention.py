@@ -9,7 +9,8 @@ Caches hold keys and values, not the smaller latent. Shorter values are padded w
 numbers are laid out in pairs p, p + d / 2: half of those without positions, the firsts of rotated
 pairs, the other half, the seconds.
 
-Legend: `model`; d numbers of a head of q and k, r rotated ones, v numbers of a head of values.
+Legend: `model`; d numbers of a head of q and k, r those of them that are rotated, v numbers of a
+head of values, P wanted tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The linear layer: a weight that is a Parameter or a QTensor, with an optional low-rank adapter
 (`lowroll.model.adapter`). Fused matrices (qkv, gate-up) know the parts that checkpoints name.
 
-Legend: `model`.
+Legend: `model`; F intermediate size.
 """
 
 from __future__ import annotations

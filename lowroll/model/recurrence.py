@@ -14,7 +14,8 @@ j up to i, g_i that of all up to i:
 The arithmetic and the states are float32.
 
 Legend: T packed tokens, S sequences, B rows of one token, H heads, k key size, v value size, C
-channels, K taps of the convolution, L tokens of a chunk, N chunks, A active sequences.
+channels, K taps of the convolution, L tokens of a chunk, N chunks, A sequences that still have a
+chunk.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 A weight is a Tensor or a QTensor. q/k/v and gate/up are one matrix each.
 
-Legend: `model`.
+Legend: `model`; F intermediate size, P wanted tokens.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class LearnSettings:
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
     logprob_chunk: int = 1024  # tokens whose logits exist at once
-    replay_kv: bool = False
+    replay_kv: bool = False  # attend only to the keys that the sampler's cache held
 
     @property
     def has_teacher(self) -> bool:

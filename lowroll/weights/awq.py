@@ -22,7 +22,8 @@ llm-compressor. Deviations:
 Inputs are those of the dense model. Memory: two residual streams, the quantized candidates of one
 matrix, and the activations of one chunk.
 
-Legend: T calibration tokens, D hidden size, K in features, N out features.
+Legend: T calibration tokens, D hidden size, K in features, N out features, G groups, S weights of a
+group.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ Memory: two residual streams and the heads, the activations of one chunk, and H 
 float32; factors are in float64.
 
 Legend: T calibration tokens, D hidden size, Q width of the heads, K in features, N out features, B
-columns of a panel.
+columns of a panel, G groups, S weights of a group.
 """
 
 from __future__ import annotations
