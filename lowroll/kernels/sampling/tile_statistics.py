@@ -1,7 +1,7 @@
 """The first pass over the logits: maximum and mass of each tile and block, and a tile's winner.
 
     mass = sum exp((x - maximum of the tile) / T)
-    winner = argmax x / T + noise       `noise`; of a greedy row argmax x
+    winner = argmax x / T + noise       `gumbel_noise`; of a greedy row argmax x
 
 Legend: `kernels.sampling`; C = ceil(V / TILE) tiles, L = C * TILE / BLOCK blocks.
 """
