@@ -468,7 +468,7 @@ class FrameAssembler:
 
     def take(self, answer: PieceReply, piece: bytes, where: str) -> bool:
         """Append a piece, and decode the whole frame. Return False for another step or offset.
-        Raises DamagedFrame."""
+        A damaged piece or frame is asked for again; raises DamagedFrame after `TRIES` times."""
         if answer.step != self.step or answer.offset != self.offset:
             return False
         if problem := self._problem(answer, piece):
@@ -495,7 +495,7 @@ class FrameAssembler:
         return ""
 
     def refuse(self, problem: str) -> None:
-        """Begin the frame again. DamagedFrame after TRIES frames."""
+        """Begin the frame again. Raises DamagedFrame when `TRIES` frames were damaged."""
         self._data.clear()
         self._size = 0
         self._tries += 1

@@ -193,7 +193,7 @@ class RewardFunction:
                 )
 
     def prepare(self) -> None:
-        """Do nothing."""
+        """Do nothing: the function needs no preparation."""
 
     @property
     def is_async(self) -> bool:
