@@ -103,9 +103,9 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
     ),
     "choice of the keys that stay": (_triton_kernel("kv_eviction/choose"), _torch_kernel()),
     "move of the keys that stay": (_triton_kernel("kv_eviction/move"), _torch_kernel()),
-    "queries of a bounded cache": (_triton_kernel("kv_eviction/watch"), _torch_kernel()),
+    "queries of a bounded cache": (_triton_kernel("kv_eviction/recording"), _torch_kernel()),
     "attention that keys are given": (
-        _triton_kernel("kv_eviction/watch", "keys in bfloat16, float16 or float32"),
+        _triton_kernel("kv_eviction/recording", "keys in bfloat16, float16 or float32"),
         _torch_kernel(),
     ),
     "writes to the KV cache": (_triton_kernel("attention/decode"), _torch_kernel()),
@@ -115,7 +115,7 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
     ),
     "int8 product": (
         _triton_kernel("matmul/gemv", f"up to {gemv.MOST[torch.int8]} rows"),
-        _triton_kernel("matmul/integers"),
+        _triton_kernel("matmul/w8a8_triton"),
         Kernel(
             "matmul/w8a8_vnni.cpp",
             "C++",
@@ -129,7 +129,7 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
     ),
     "learner's product of int8 codes": (
         Kernel(
-            "matmul/limbs.cpp",
+            "matmul/float32_by_int8.cpp",
             "C++",
             f"matrices of {float32_by_int8.LEAST:,} weights or more, on a CPU with AMX",
             float32_by_int8.supports_device,

@@ -701,7 +701,7 @@ APART = {
     "matmul/w8a8_vnni.cpp",
     "matmul/w8a8_onednn",
     "matmul/w4_avx2.cpp",
-    "matmul/limbs.cpp",
+    "matmul/float32_by_int8.cpp",
     "learner's product of int8 codes",
     "attention/avx2.cpp",
     "fused/avx2.cpp",
