@@ -430,6 +430,9 @@ class Scheduler:
         return slot_copies, page_copies
 
     def _fork(self, sequence: Sequence) -> list[tuple[int, int]]:
+        """Give a sample its pages: the group's first sample takes all of the prompt's and writes on
+        in the last one, the others share the full ones. Return the copies of the rest, (source,
+        target)."""
         group = sequence.group
         if group.tail_writer is None:
             group.tail_writer = sequence

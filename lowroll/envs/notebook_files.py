@@ -110,6 +110,8 @@ def as_file(value: type[Environment] | types.FunctionType, folder: Path) -> tupl
 
 
 def _object_reference(value: Callable[..., Any], folder: Path) -> CellReference:
+    """Return the id by which a scoring worker finds a callable object: its module and name, or, of
+    one that a notebook defines, a file with its source, which the caller writes."""
     if (global_name := _global_of(value)) is not None:
         module, name = global_name
         if module.__name__ != MAIN:

@@ -20,7 +20,8 @@ from lowroll.quant.formats import QTensor, get_format
 
 
 def make(model: Transformer, key: str = "rollout.exact") -> None:
-    """Make a model exact. ValueError as `refuse`, and for layers of another dtype."""
+    """Have a model give a token the same bits in any batch (`Transformer.be_exact`). ValueError as
+    of `refuse`, and for layers of another dtype."""
     weights = [linear.weight for _, linear in model.linears()]
     weight_formats = {get_format(w.format) for w in weights if isinstance(w, QTensor)}
     if other_dtype_formats := [

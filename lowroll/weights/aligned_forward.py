@@ -24,8 +24,9 @@ from lowroll.quant.formats import QTensor, get_format
 
 
 def align(model: Transformer, format: str) -> Transformer:
-    """Run every linear layer's forward in `format`. ValueError for a low-bit base in
-    another one."""
+    """Give every linear layer its weight in `format`, by which its forward multiplies from now on.
+    A low-bit base is multiplied as it is. ValueError for one in another format, before any
+    change."""
     for name, linear in model.linears():
         base = linear.weight
         expected_format = get_format(format).of(name).name  # ValueError before any change

@@ -68,6 +68,8 @@ class Verifier:
             self._reference = pair
 
     def _check_movement(self, before: _LogprobPair, now: _LogprobPair, version: int) -> bool:
+        """Return whether the learner has moved clearly. NotArrived if the engine then has not moved
+        with it. The distance between the two under the same weights counts as noise."""
         learner_change = _differences(now.learner, before.learner)
         engine_change = _differences(now.engine, before.engine)
         noise = before.apart
