@@ -5,7 +5,7 @@
 #     docker run --rm --gpus all -v "$PWD:/work" lowroll grpo run.yaml
 #
 # g++ builds the CPU's kernels on first use. The kernels in CUDA need nvcc, which is not in here; Triton's take their
-# place. Programs as rewards (docs/code.md) need user namespaces, which Docker's default profile refuses.
+# place. Programs as rewards (docs/programs.md) need user namespaces, which Docker's default profile refuses.
 FROM python:3.11-slim
 
 # hadolint ignore=DL3008

@@ -122,7 +122,7 @@ class NativeEngine:
         self.kv = _policy_or_dense(kv, turn_caching, kv_dtype, large_batch_weights)
         self.storage = storage(kv_dtype)
         loaded = load_models(model, weights, large_batch_weights, device, dtype, noisy)
-        self.model, self.large_batch_model, weights, folder = loaded
+        self.model, self.large_batch_model, weights, self.folder = loaded
         self.format = get_format(weights)
         self.spec = self.model.spec
         support.refuse(self.spec, self.kv, kv_dtype)
@@ -171,7 +171,7 @@ class NativeEngine:
             kv_budget=self.kv.budget,
             kv_dtype=kv_dtype,
         )
-        self._texts = EngineTokenizer(tokenizer, folder)
+        self._texts = EngineTokenizer(tokenizer, self.folder)
         self._tokens = 0  # includes tokens that a replay drew again
         self.scheduler = self._schedule(
             max_batch, max_prefill_tokens, prefill_chunk, lookahead, gather

@@ -1,5 +1,5 @@
 // The token of each row by Gumbel-max, on a CPU with AVX2: the id whose score x - log(E) is the largest, the lower one of
-// equal scores, where E is the exponential number that key, position and id have (`noise.py`).
+// equal scores, where E is the exponential number that key, position and id have (`gumbel_noise.py`).
 //
 // An id of a smaller logit wins only with a tiny E, and E is never below the uniform number v that it is made of. So its
 // score is at most x + n log(2), if v is 2^-n or more: most ids are left out by that, before any logarithm. A block whose

@@ -285,7 +285,9 @@ def test_three_whole_models(whole: VllmEngine) -> None:
 def test_an_update_that_did_not_arrive(whole: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model(1)
     whole.update_weights(WeightUpdate.local(model, 10))
-    monkeypatch.setattr(whole, "_reload", lambda update: None)  # 200 OK, and nothing has changed
+    monkeypatch.setattr(
+        whole.weights, "_reload", lambda update: None
+    )  # 200 OK, and nothing has changed
     step(model, 1)
     with pytest.raises(NotArrived, match="update to version 11: "):
         whole.update_weights(WeightUpdate.local(model, 11))
@@ -294,7 +296,7 @@ def test_an_update_that_did_not_arrive(whole: VllmEngine, monkeypatch: pytest.Mo
     monkeypatch.undo()
     monkeypatch.setattr(whole, "_verifier", loose)
     whole.update_weights(WeightUpdate.local(model, 12))
-    monkeypatch.setattr(whole, "_reload", lambda update: None)
+    monkeypatch.setattr(whole.weights, "_reload", lambda update: None)
     step(model, 2, 0.002)
     with pytest.raises(NotArrived, match="version 13: .* still draws from older weights"):
         whole.update_weights(WeightUpdate.local(model, 13))
