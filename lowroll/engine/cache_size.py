@@ -71,10 +71,8 @@ class CacheSize:
         )
 
     def _checked(self, cache_tokens: int) -> int:
-        free_bytes, cache_bytes = (
-            free_memory(self.model.device),
-            cache_tokens * self.bytes_per_token,
-        )
+        free_bytes = free_memory(self.model.device)
+        cache_bytes = cache_tokens * self.bytes_per_token
         if free_bytes is None or cache_bytes + self.policy_bytes <= free_bytes:
             return cache_tokens
         policy_note = ""

@@ -41,7 +41,7 @@ from lowroll.orchestrator.pending_batch import PendingBatch, reason_without_sign
 from lowroll.orchestrator.prompt_source import PromptDraw, PromptSource, seed_of
 from lowroll.orchestrator.rollout_buffer import OpenGroup, RolloutBuffer
 from lowroll.orchestrator.settings import Settings
-from lowroll.orchestrator.staleness import drop_stale, drop_stale_in_flight, require_fresh
+from lowroll.orchestrator.staleness import drop_stale_in_flight, reason_if_stale, require_fresh
 from lowroll.orchestrator.stats import batch_stats
 from lowroll.types import Batch, Group
 
@@ -172,8 +172,7 @@ class Orchestrator:
         settings, buffer, ledger = self.settings, self.rollout_buffer, pending.ledger
         num_groups, num_returned = settings.num_groups, 0
         while True:
-            drop_stale(buffer, pending)
-            self._drop_without_signal(pending)
+            self._drop_stale_and_without_signal(pending)
             ready = buffer.ready(ledger)
             if self.on_phase is not None:
                 self.on_phase("generate", min(len(ready), num_groups), num_groups)
@@ -244,12 +243,14 @@ class Orchestrator:
         pending.seconds["time/score"] += time.monotonic() - started
         return scored_groups
 
-    # -- groups without a signal -------------------------------------------------------------------
+    # -- dropping groups ---------------------------------------------------------------------------
 
-    def _drop_without_signal(self, pending: PendingBatch) -> None:
+    def _drop_stale_and_without_signal(self, pending: PendingBatch) -> None:
         for open_group in self.rollout_buffer.ready(pending.ledger):
-            assert open_group.scored is not None
-            if reason := reason_without_signal(open_group.scored, self.settings):
+            group = open_group.scored
+            assert group is not None
+            reason = reason_if_stale(group, pending.version, self.settings)
+            if reason := reason or reason_without_signal(group, self.settings):
                 self.rollout_buffer.drop(pending, [open_group], reason)
 
     def _require_signal(self, pending: PendingBatch) -> None:

@@ -1,5 +1,5 @@
-"""Staleness: rollouts that are too old for the learner are aborted in flight, or dropped when they
-return.
+"""Staleness: rollouts that are too old for the learner are aborted in flight, or dropped by
+`orchestrator.loop` when they return.
 
 `max_off_policy_steps` bounds a group's age in two ways (Surogate's rule and prime-rl's): in flight
 by the weight updates since it was sent, returned by its oldest token's version.
@@ -11,6 +11,7 @@ from lowroll.orchestrator.errors import InvalidRollout
 from lowroll.orchestrator.groups import ScoredGroup
 from lowroll.orchestrator.pending_batch import STALE, PendingBatch
 from lowroll.orchestrator.rollout_buffer import OpenGroup, RolloutBuffer
+from lowroll.orchestrator.settings import Settings
 
 
 def drop_stale_in_flight(buffer: RolloutBuffer, pending: PendingBatch, version: int) -> None:
@@ -27,21 +28,18 @@ def stale_in_flight(buffer: RolloutBuffer, version: int) -> list[OpenGroup]:
     return [one for one in in_flight if one.num_updates > settings.max_off_policy_steps]
 
 
-def drop_stale(buffer: RolloutBuffer, pending: PendingBatch) -> None:
-    """Drop returned groups with a token that is too old for the learner's version. InvalidRollout
-    for a token of a newer version."""
-    if pending.version is None:
-        return
-    for open_group in buffer.ready(pending.ledger):
-        assert open_group.scored is not None
-        oldest, newest = open_group.scored.versions
-        if newest > pending.version:
-            raise InvalidRollout(
-                f"request {open_group.id!r}: drawn under policy version {newest} while the "
-                f"learner is at {pending.version}"
-            )
-        if pending.version - oldest > buffer.settings.max_off_policy_steps:
-            buffer.drop(pending, [open_group], STALE)
+def reason_if_stale(group: ScoredGroup, version: int | None, settings: Settings) -> str | None:
+    """Return the reason to drop a returned group with a token that is too old for the learner's
+    version, or None. InvalidRollout for a token of a newer version."""
+    if version is None:
+        return None
+    oldest, newest = group.versions
+    if newest > version:
+        raise InvalidRollout(
+            f"request {group.id!r}: drawn under policy version {newest} while the "
+            f"learner is at {version}"
+        )
+    return STALE if version - oldest > settings.max_off_policy_steps else None
 
 
 def require_fresh(group: ScoredGroup, version: int) -> None:
