@@ -117,7 +117,14 @@ def _stacked_order(
 
 def tokens_of(spans: Iterable[tuple[int, int]], device: torch.device | str) -> Tensor:
     """Return the indices of the tokens of [start, stop) spans: int64 [T]."""
-    return upload(torch.tensor([t for start, stop in spans for t in range(start, stop)]), device)
+    return upload(ranges([(start, stop - start) for start, stop in spans]), device)
+
+
+def ranges(spans: Sequence[tuple[int, int]]) -> Tensor:
+    """Return start, start + 1, ... for `size` numbers of each (start, size): int64."""
+    starts, sizes = torch.tensor(spans, dtype=torch.int64).reshape(-1, 2).unbind(1)
+    offsets = sizes.cumsum(0) - sizes
+    return torch.arange(int(sizes.sum())) + (starts - offsets).repeat_interleave(sizes)
 
 
 def inverse(order_T: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from lowroll.kernels.fused.rope import rotate_heads
 from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.matmul import ordered
 from lowroll.kernels.quantize.rows import QuantizedRows, quantize_rows
-from lowroll.model import logprobs
+from lowroll.model import logprobs, shared_prompts
 from lowroll.model.attention import Attend, AttentionInputs, exact_varlen, varlen
 from lowroll.model.delta_net import GatedDeltaNet, Mixing, packed_recurrence
 from lowroll.model.experts import Experts
@@ -36,6 +36,7 @@ from lowroll.model.names import is_fixed, stored_parts
 from lowroll.model.recompute import remake
 from lowroll.model.residual_stream import RMSNorm, Stream, dense
 from lowroll.model.rope import head_order, inverse_frequencies, magnitudes, rotations
+from lowroll.model.shared_prompts import PromptGroup
 from lowroll.model.spec import ModelSpec
 from lowroll.quant import mixed
 from lowroll.quant.formats import QTensor
@@ -415,6 +416,15 @@ class Transformer(nn.Module):
             return exact_varlen(lengths, self.device)
         attend = varlen(lengths, self.device, self.spec.windows)
         return attend if self.spec.delta is None else Mixing(attend, packed_recurrence(lengths))
+
+    @property
+    def can_share_prompts(self) -> bool:
+        """Whether `causal_in_groups` has the model's attention: recurrent layers have one state a
+        sequence, and an exact model the bits of the engine's kernels."""
+        return self.spec.delta is None and not self.exact
+
+    def causal_in_groups(self, groups: Sequence[PromptGroup]) -> Attend:
+        return shared_prompts.grouped(groups, self.device, self.spec.windows)
 
     @property
     def lm_head_weight(self) -> Tensor:

@@ -103,15 +103,7 @@ def probe(
     active = [i for i, sample in enumerate(batch.samples) if any(sample.loss_mask)]
     if not active:
         return None
-    forward = PackedForward(
-        model,
-        batch.samples,
-        settings.tokens_per_microbatch,
-        settings.logprob_chunk,
-        batch.temperature,
-        settings.replay_kv,
-        ranks,
-    )
+    forward = PackedForward.of(model, batch, settings, ranks)
     packed = collate(batch.samples, active, model.device)
     output = forward.run([active])
     learner_N, entropy_N = gather(output.log_probs, packed), gather(output.entropy, packed)

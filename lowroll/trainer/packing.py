@@ -5,7 +5,9 @@ decreasing: at most 11/9 of the optimal number of bins plus 6/9, Dosa 2007). Pos
 every sequence and `lengths` bounds its attention.
 
 Entry n of a `_N` tensor belongs to response token y_t = `targets_N[n]`, which the hidden state in
-row `index_N[n]` predicts. A sequence's last token is not fed.
+row `index_N[n]` predicts. A sequence's last token is not fed. Where prompts are shared, a prompt is
+fed once for neighbours that have it (`model.shared_prompts`), and such neighbours are packed as one
+sequence.
 
 T: tokens fed to the model, N: response tokens, S: sequences of one micro-batch.
 """
@@ -17,13 +19,16 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowroll.model.attention import upload
+from lowroll.model.attention import Attend, ranges, upload
+from lowroll.model.shared_prompts import PromptGroup, RowCopies
 from lowroll.model.spec import ModelSpec
+from lowroll.model.transformer import Transformer
 from lowroll.parallel.ranks import PerToken, Ranks
 from lowroll.types import MicroBatch, Sample
 
@@ -36,32 +41,77 @@ class PackedBatch:
     samples: tuple[int, ...]
     chosen: tuple[Sample, ...]
     device: torch.device
+    share_prompts: bool = False
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens fed of each sequence."""
+        """Tokens fed of each sequence without sharing."""
         return tuple(num_fed(sample) for sample in self.chosen)
+
+    @cached_property
+    def groups(self) -> list[PromptGroup]:
+        """Neighbours that share their prompt; each sequence by itself without sharing."""
+        if not self.share_prompts:
+            neighbours = [[sample] for sample in self.chosen]
+        else:
+            by_prompt = groupby(self.chosen, key=lambda sample: sample.prompt_ids)
+            neighbours = [list(samples) for _, samples in by_prompt]
+        return [
+            PromptGroup(
+                len(samples[0].prompt_ids),
+                tuple(len(sample.rollout.token_ids) - 1 for sample in samples),
+            )
+            for samples in neighbours
+        ]
 
     @cached_property
     def ids_T(self) -> Tensor:
         """int64, prompt and response of each sequence without its last token."""
         pieces: list[Sequence[int]] = []
-        for sample in self.chosen:
-            pieces += [sample.prompt_ids, sample.rollout.token_ids[:-1]]
+        samples = iter(self.chosen)
+        for group in self.groups:
+            for number, sample in enumerate(islice(samples, len(group.responses))):
+                prompt_ids = [] if number else sample.prompt_ids
+                pieces += [prompt_ids, sample.rollout.token_ids[:-1]]
         return self._put(_concatenate_numbers("q", pieces))
 
     @cached_property
     def pos_T(self) -> Tensor:
         """int64, from 0 in each sequence."""
-        lengths_S = torch.tensor(self.lengths)
-        return self._put(_ranges(torch.zeros_like(lengths_S), lengths_S))
+        spans = [
+            span
+            for prompt, responses in self.groups
+            for span in [(0, prompt), *((prompt, fed) for fed in responses)]
+        ]
+        return self._put(ranges(spans))
 
     @cached_property
     def index_N(self) -> Tensor:
-        """int64, into T."""
-        return self._put(
-            _ranges(torch.tensor(self.lengths).cumsum(0) - self._responses, self._responses)
-        )
+        """int64, into T. The last row of a shared prompt stands once for each response."""
+        return self._put(self._predicting_rows)
+
+    @cached_property
+    def _predicting_rows(self) -> Tensor:
+        spans, start = [], 0
+        for prompt, responses in self.groups:
+            start += prompt
+            last = start - 1
+            for fed in responses:
+                spans += [(last, 1), (start, fed)]
+                start += fed
+        return ranges(spans)
+
+    def attention(self, model: Transformer) -> Attend:
+        """Return the model's causal attention over these tokens."""
+        if len(self.groups) == len(self.chosen):
+            return model.causal(self.lengths)
+        return model.causal_in_groups(self.groups)
+
+    def predicting(self, hidden_TD: Tensor) -> Tensor:
+        """Return the hidden states [N, D] that predict the response tokens."""
+        if len(self.groups) == len(self.chosen):
+            return hidden_TD.index_select(0, self.index_N)
+        return RowCopies(self._predicting_rows, len(hidden_TD), self.device).copy(hidden_TD)
 
     @cached_property
     def targets_N(self) -> Tensor:
@@ -199,25 +249,46 @@ def pack(
     capacity: int,
     costs: Sequence[float] = (),
     parts: int = 1,
+    share_prompts: bool = False,
 ) -> list[list[int]]:
     """Pack each portion of samples by itself, and return all micro-batches as sample indices.
 
     parts: the number of ranks. The number of a portion's micro-batches is a multiple of its share
-    of the ranks, which is by cost. costs: by sample.
+    of the ranks, which is by cost. costs: by sample. With share_prompts, samples that share a
+    prompt are packed as one sequence.
     """
     portions = list(portions)
     total = sum(costs[i] for portion in portions for i in portion) if parts > 1 else 0.0
     packed: list[list[int]] = []
     for portion in portions:
-        lengths = [num_fed(samples[i]) for i in portion]
+        units = [[i] for i in portion]
+        if share_prompts:
+            num_tokens = sum(num_fed(samples[i]) for i in portion)
+            units = together(samples, portion, min(capacity, num_tokens // parts))
+        lengths = [load([samples[i] for i in unit]) for unit in units]
         if parts == 1 or not portion:
             bins = first_fit(lengths, capacity)
         else:
-            portion_costs = [costs[i] for i in portion]
-            own_parts = min(parts, math.ceil(parts * sum(portion_costs) / total))
-            bins = balance(lengths, portion_costs, capacity, own_parts)
-        packed += [[portion[i] for i in microbatch.indices] for microbatch in bins]
+            unit_costs = [sum(costs[i] for i in unit) for unit in units]
+            own_parts = min(parts, math.ceil(parts * sum(unit_costs) / total))
+            bins = balance(lengths, unit_costs, capacity, own_parts)
+        packed += [[i for u in microbatch.indices for i in units[u]] for microbatch in bins]
     return packed
+
+
+def together(samples: Sequence[Sample], portion: Sequence[int], capacity: int) -> list[list[int]]:
+    """Return groups of a portion's samples that share a prompt, in order, each with a `load` of at
+    most `capacity`. A longer sample stays alone."""
+    units: list[list[int]] = []
+    unit_of_prompt: dict[tuple[int, ...], list[int]] = {}
+    for i in portion:
+        prompt = tuple(samples[i].prompt_ids)
+        unit = unit_of_prompt.get(prompt)
+        if unit is None or load([samples[j] for j in (*unit, i)]) > capacity:
+            units.append(unit := [])
+            unit_of_prompt[prompt] = unit
+        unit.append(i)
+    return units
 
 
 class MicrobatchSchedule:
@@ -231,14 +302,16 @@ class MicrobatchSchedule:
         capacity: int,
         costs: Sequence[float],
         ranks: Ranks,
+        share_prompts: bool = False,
     ) -> None:
         self.samples = samples
+        self.share_prompts = share_prompts
         self.costs = costs
         self.ranks = ranks
         self.microbatches = [
             indices
             for portion in portions
-            for indices in pack(samples, portion, capacity, costs, ranks.size)
+            for indices in pack(samples, portion, capacity, costs, ranks.size, share_prompts)
         ]
 
     def dealt(self, device: torch.device) -> Iterator[tuple[PackedBatch, bool]]:
@@ -249,7 +322,7 @@ class MicrobatchSchedule:
         costs = [sum(self.costs[i] for i in microbatch) for microbatch in self.microbatches]
         for number in self.ranks.deal(costs):
             indices = [smallest] if number is None else self.microbatches[number]
-            yield collate(samples, indices, device), number is not None
+            yield collate(samples, indices, device, self.share_prompts), number is not None
 
     def gathered(self, *found: Iterable[tuple[PackedBatch, Tensor]]) -> list[PerToken]:
         """Return the token values of all samples, one mapping for each kind of value in `found`:
@@ -285,6 +358,16 @@ def num_fed(sample: Sample) -> int:
     return len(sample.prompt_ids) + len(sample.rollout.token_ids) - 1
 
 
+def load(sharing: Sequence[Sample]) -> int:
+    """Return the tokens fed of samples that share a prompt, and an eighth of the prompt for each
+    copy of its keys and values: they are about that share of what a token keeps for the backward
+    pass."""
+    prompt = len(sharing[0].prompt_ids)
+    responses = sum(len(sample.rollout.token_ids) - 1 for sample in sharing)
+    copies = len(sharing) if len(sharing) > 1 else 0
+    return prompt + responses + copies * prompt // 8
+
+
 def check(samples: Sequence[Sample], vocab_size: int, context_length: int) -> None:
     """Raise ValueError for a sample that cannot be learned from, with its field."""
     if not samples:
@@ -315,17 +398,14 @@ def check(samples: Sequence[Sample], vocab_size: int, context_length: int) -> No
 
 
 def collate(
-    samples: Sequence[Sample], indices: Sequence[int], device: torch.device | str = "cpu"
+    samples: Sequence[Sample],
+    indices: Sequence[int],
+    device: torch.device | str = "cpu",
+    share_prompts: bool = False,
 ) -> PackedBatch:
     """Concatenate samples into one micro-batch."""
-    return PackedBatch(tuple(indices), tuple(samples[i] for i in indices), torch.device(device))
-
-
-def _ranges(starts: Tensor, sizes: Tensor) -> Tensor:
-    """Return starts[s], starts[s] + 1, ... for sizes[s] numbers, concatenated over s."""
-    offsets = sizes.cumsum(0) - sizes
-    shifts = (starts - offsets).repeat_interleave(sizes)
-    return torch.arange(int(sizes.sum())) + shifts
+    chosen = tuple(samples[i] for i in indices)
+    return PackedBatch(tuple(indices), chosen, torch.device(device), share_prompts)
 
 
 def _concatenate_numbers(code: str, lists: Sequence[Sequence[int | float]]) -> Tensor:

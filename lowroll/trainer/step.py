@@ -83,6 +83,8 @@ class LearnSettings:
     kl_estimator: str = "k3"
     logprob_chunk: int = 1024  # tokens whose logits exist at once
     replay_kv: bool = False  # attend only to the keys that the sampler's cache held
+    # feed a prompt once for its responses, where the model can; None: on a CPU
+    share_prompts: bool | None = None
 
     @property
     def has_teacher(self) -> bool:
@@ -124,6 +126,23 @@ class PackedForward:
     temperature: float = 1.0
     replay_kv: bool = False
     ranks: Ranks = ALONE
+    share_prompts: bool | None = False  # None: on a CPU
+
+    @staticmethod
+    def of(
+        model: Transformer, batch: Batch, settings: LearnSettings, ranks: Ranks
+    ) -> PackedForward:
+        """Return the passes that update a model from a batch."""
+        return PackedForward(
+            model,
+            batch.samples,
+            settings.tokens_per_microbatch,
+            settings.logprob_chunk,
+            batch.temperature,
+            settings.replay_kv,
+            ranks,
+            settings.share_prompts,
+        )
 
     def run(
         self,
@@ -137,16 +156,15 @@ class PackedForward:
             cost(sample, self.model.spec, self.model.spec.vocab_size) for sample in self.samples
         ]
         by_temperature = map(self._by_temperature, portions)
-        walk = MicrobatchSchedule(
-            self.samples, by_temperature, self.tokens_per_microbatch, costs, self.ranks
-        )
+        capacity, shares = self.tokens_per_microbatch, self._shares_prompts
+        walk = MicrobatchSchedule(self.samples, by_temperature, capacity, costs, self.ranks, shares)
         transfers: list[tuple[PackedBatch, Tensor]] = []  # [2, N] each
         last_copy_event = None
         for packed, counts in walk.dealt(self.model.device):
             with torch.set_grad_enabled(objective is not None):
                 hidden_TD = self.model(packed.ids_T, packed.pos_T, self.attend(packed))
                 learner_N, entropy_N = token_log_probs(
-                    hidden_TD.index_select(0, packed.index_N),
+                    packed.predicting(hidden_TD),
                     self.model.lm_head_weight,
                     packed.targets_N,
                     temperature=self._temperature(packed.samples[0]),
@@ -169,6 +187,13 @@ class PackedForward:
         )
         return PassOutput(log_probs, entropy)
 
+    @property
+    def _shares_prompts(self) -> bool:
+        asked = self.share_prompts
+        if asked is None:
+            asked = self.model.device.type == "cpu"
+        return asked and self.model.can_share_prompts and not self.replay_kv
+
     def _temperature(self, index: int) -> float:
         sample_temperature = self.samples[index].temperature
         return self.temperature if sample_temperature is None else sample_temperature
@@ -182,7 +207,7 @@ class PackedForward:
     def attend(self, packed: PackedBatch) -> Attend:
         """Return attention over all earlier tokens, or over those that the cache kept."""
         if not self.replay_kv:
-            return self.model.causal(packed.lengths)
+            return packed.attention(self.model)
         evictions = [sample.rollout.evictions for sample in packed.chosen]
         windows = self.model.spec.windows
         return replayed(packed.lengths, evictions, self.model.device, windows)
@@ -241,15 +266,7 @@ def learn(
     """
     samples = batch.samples
     _check_inputs(model, batch, settings, reference, teacher)
-    forward = PackedForward(
-        model,
-        samples,
-        settings.tokens_per_microbatch,
-        settings.logprob_chunk,
-        batch.temperature,
-        settings.replay_kv,
-        optimizer.ranks,
-    )
+    forward = PackedForward.of(model, batch, settings, optimizer.ranks)
     minibatches = split_groups([sample.group for sample in samples], settings.minibatches)
     active = [[i for i in minibatch if any(samples[i].loss_mask)] for minibatch in minibatches]
     all_active = list(chain.from_iterable(active))

@@ -208,13 +208,14 @@ def test_the_trainer_has_its_sections() -> None:
     shared = {"weight_decay": 0.03, "betas": (0.8, 0.95), "eps": 1e-6, "max_grad_norm": 0.4}
     shared |= {"optimizer": "muon"}
     sizes = {"minibatches": 2, "tokens_per_microbatch": 4096, "logprob_chunk": 77}
+    passes = {"replay_kv": True, "share_prompts": False}
     supervised = {"learning_rate": 2e-4, "lr_scheduler_type": "constant", "min_lr_ratio": 0.1}
     supervised |= {"warmup_steps": 5}
     noise = {"sigma_start": 0.5, "sigma_end": 0.1, "num_stages": 3, "schedule": "linear"}
     noise |= {"variant": "paper"}
     cfg = config(
         seed=5,
-        train={**rate, **shared, **sizes, "max_steps": 30, "replay_kv": True},
+        train={**rate, **shared, **sizes, **passes, "max_steps": 30},
         loss={"kl_coef": 0.3, "kl_estimator": "k2"},
         sft={**supervised, "steps": 60, "batch_size": 6},
         noise=noise,
@@ -222,7 +223,7 @@ def test_the_trainer_has_its_sections() -> None:
     assert values(trainer.optim(cfg)) == {**rate, **shared, "total_steps": 30}
     learn = values(trainer.learn(cfg))
     assert learn.pop("objective") is not None and learn.pop("options") == cfg.objective_options
-    assert learn == {**sizes, "kl_coef": 0.3, "kl_estimator": "k2", "replay_kv": True}
+    assert learn == {**sizes, **passes, "kl_coef": 0.3, "kl_estimator": "k2"}
     supervised_learn = values(sft.settings(cfg))
     assert values(supervised_learn.pop("optim")) == {**supervised, **shared, "total_steps": 60}
     del sizes["minibatches"]

@@ -139,13 +139,14 @@ def test_remaking_changes_no_bit(extent):
 def test_off_is_bitwise_the_dense_learner_and_so_is_no_compaction():
     model = tiny_model()
     plain = make_batch(model)
-    want, metrics = gradient(copy.deepcopy(model), plain, settings(replay_kv=False))
+    whole = {"replay_kv": False, "share_prompts": False}
+    want, metrics = gradient(copy.deepcopy(model), plain, settings(**whole))
     batch = bounded(make_batch(model))
     never = make_batch(model)
     for s in never.samples:
         s.rollout.evictions = Evictions(2, 2)
     for other, on in ((batch, False), (never, True), (plain, True)):
-        got, more = gradient(copy.deepcopy(model), other, settings(replay_kv=on))
+        got, more = gradient(copy.deepcopy(model), other, settings(**whole | {"replay_kv": on}))
         assert {key: more[key] for key in metrics} == metrics
         assert all(torch.equal(got[name], x) for name, x in want.items())
     got, _ = gradient(model, batch)

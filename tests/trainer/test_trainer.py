@@ -395,7 +395,7 @@ def test_aipo_learns_from_its_kl_where_there_is_no_advantage():
 class Spoken(torch.nn.Module):
     """Stands in for a model whose log-probs of the four response tokens are its parameter."""
 
-    exact = False
+    exact = can_share_prompts = False
 
     def __init__(self, log_probs):
         super().__init__()
