@@ -22,7 +22,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -67,11 +67,13 @@ class Case:
     rank: int | None = None  # of LoRA; None: all weights learn
     work: Work = Work(256)
     tokens_per_microbatch: int = 8192
+    share_prompts: bool = False
 
     @property
     def name(self) -> str:
         learning = "all weights" if self.rank is None else f"LoRA r{self.rank}"
-        return f"{self.model} {learning}, {self.weights} rollouts"
+        shared = ", shared prompts" if self.share_prompts else ""
+        return f"{self.model} {learning}, {self.weights} rollouts{shared}"
 
 
 PUBLISHED = ("qwen2.5-7b", "fp8")  # model, and format that its weights are published into
@@ -79,6 +81,7 @@ CASES = {
     "1.5b": Case("qwen2.5-1.5b", "fp8", tokens_per_microbatch=16384),
     "7b-lora": Case("qwen2.5-7b", "fp8", 16),
 }
+CASES |= {f"{name}-shared": replace(case, share_prompts=True) for name, case in CASES.items()}
 
 
 @dataclass
@@ -130,7 +133,9 @@ class Loop:
             self.model.trainable_parameters(), OptimSettings(learning_rate=1e-6)
         )
         self.settings = LearnSettings(
-            select("grpo", "tis"), tokens_per_microbatch=case.tokens_per_microbatch
+            select("grpo", "tis"),
+            tokens_per_microbatch=case.tokens_per_microbatch,
+            share_prompts=case.share_prompts,
         )
 
     def step(self) -> dict[str, float]:

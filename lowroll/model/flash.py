@@ -48,19 +48,21 @@ class AttentionKernel(Protocol):
 
 @dataclass(frozen=True)
 class Packed:
-    """Causal attention of packed sequences on CUDA, the last query aligned with the last key.
-    q_bounds, k_bounds: int32 [S + 1] on the device. window: as in `LayerSpec`."""
+    """Causal attention of packed sequences on CUDA, the last query aligned with the last key; or
+    of all queries to all keys. q_bounds, k_bounds: int32 [S + 1] on the device. window: as in
+    `LayerSpec`, of causal attention."""
 
     q_bounds: Tensor
     q_longest: int
     k_bounds: Tensor
     k_longest: int
     window: int = 0
+    is_causal: bool = True
 
     def forward(self, q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> tuple[Tensor, Tensor]:
         # a window that ends at the query is causal
         o_CHd, lse_HC, *_ = torch.ops.aten._flash_attention_forward(
-            q_CHd, k_TGd, v_TGd, *self._places, 0.0, self.window == 0, False, **self._window
+            q_CHd, k_TGd, v_TGd, *self._places, 0.0, self._is_plain, False, **self._window
         )
         return o_CHd, lse_HC.t()
 
@@ -83,7 +85,7 @@ class Packed:
             lse_CH.t().contiguous(),
             *self._places,
             0.0,
-            self.window == 0,
+            self._is_plain,
             no_dropout,
             torch.empty(0, device=q_CHd.device),
             **self._window,
@@ -95,20 +97,26 @@ class Packed:
         return self.q_bounds, self.k_bounds, self.q_longest, self.k_longest
 
     @property
+    def _is_plain(self) -> bool:
+        return self.is_causal and self.window == 0
+
+    @property
     def _window(self) -> dict[str, int]:
-        return {"window_size_left": self.window - 1, "window_size_right": 0}
+        right = 0 if self.is_causal else -1
+        return {"window_size_left": self.window - 1, "window_size_right": right}
 
 
 @dataclass(frozen=True)
 class Masked:
     """Attention of sequences of one length on a CPU, [S, C, H, d]. added_CT: added to scores; None:
-    causal."""
+    causal, or of all queries to all keys."""
 
     added_CT: Tensor | None = None
+    is_causal: bool = True
 
     def forward(self, q_SCHd: Tensor, k_STGd: Tensor, v_STGd: Tensor) -> tuple[Tensor, Tensor]:
         o_SHCd, lse_SHC = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *_by_head(q_SCHd, k_STGd, v_STGd), 0.0, self.added_CT is None, attn_mask=self.added_CT
+            *_by_head(q_SCHd, k_STGd, v_STGd), 0.0, self._is_plain, attn_mask=self.added_CT
         )
         return o_SHCd.transpose(1, 2), lse_SHC.transpose(1, 2)
 
@@ -125,10 +133,38 @@ class Masked:
             *_by_head(grad_SCHd, q_SCHd, k_STGd, v_STGd, o_SCHd),
             lse_SCH.transpose(1, 2),
             0.0,
-            self.added_CT is None,
+            self._is_plain,
             attn_mask=self.added_CT,
         )
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.is_causal and self.added_CT is None
+
+
+@dataclass(frozen=True)
+class OneSequence:
+    """A kernel of sequences on one alone, [C, H, d]."""
+
+    kernel: Masked
+
+    def forward(self, q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> tuple[Tensor, Tensor]:
+        o_SCHd, lse_SCH = self.kernel.forward(q_CHd[None], k_TGd[None], v_TGd[None])
+        return o_SCHd[0], lse_SCH[0]
+
+    def backward(
+        self,
+        grad_CHd: Tensor,
+        q_CHd: Tensor,
+        k_TGd: Tensor,
+        v_TGd: Tensor,
+        o_CHd: Tensor,
+        lse_CH: Tensor,
+    ) -> Gradients:
+        inputs = (grad_CHd, q_CHd, k_TGd, v_TGd, o_CHd, lse_CH)
+        q, k, v = self.kernel.backward(*(x[None] for x in inputs))
+        return q[0], k[0], v[0]
 
 
 def _by_head(*x_SCHd: Tensor) -> list[Tensor]:

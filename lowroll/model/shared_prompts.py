@@ -1,11 +1,15 @@
 """Attention over packed groups: a prompt, then the responses that share it, each of which sees the
 prompt and itself.
 
-A prompt is fed once for all its responses, so every layer but attention has fewer rows. Keys and
-values of the prompt are copied for each response ("Prefix Grouper", arXiv 2506.05433). Up to
-rounding, results and gradients are those of prompts that are fed with every response.
+A prompt is fed once for all its responses ("Prefix Grouper", arXiv 2506.05433). Attention of a
+response joins two parts, each with its own log-sum-exp:
 
-Legend: `model`; X rows that may repeat.
+    lse = log(exp(lse_own) + exp(lse_prompt)),    o = sum over both parts of o_part exp(lse_part - lse)
+
+A part's backward pass, given o and lse, has the probabilities exp(s - lse) of the whole softmax (as
+with sinks, `model.flash`), so its gradients are exact and those of both parts add up.
+
+Legend: `model.flash`; X rows that may repeat.
 """
 
 from __future__ import annotations
@@ -13,13 +17,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lowroll.model.attention import Attend, AttentionInputs, ranges, suffixes, upload
+from lowroll.model import flash
+from lowroll.model.attention import Attend, AttentionInputs, ranges, upload
 
 
 class PromptGroup(NamedTuple):
@@ -28,9 +34,123 @@ class PromptGroup(NamedTuple):
     prompt: int
     responses: tuple[int, ...]
 
+
+class _Place(NamedTuple):
+    """A group's rows: the prompt, then the responses one after the other."""
+
+    start: int
+    group: PromptGroup
+
     @property
-    def num_fed(self) -> int:
-        return self.prompt + sum(self.responses)
+    def first_response(self) -> int:
+        return self.start + self.group.prompt
+
+    @property
+    def stop(self) -> int:
+        return self.first_response + sum(self.group.responses)
+
+
+def _places(groups: Sequence[PromptGroup]) -> Iterator[_Place]:
+    start = 0
+    for group in groups:
+        place = _Place(start, group)
+        yield place
+        start = place.stop
+
+
+def grouped(groups: Sequence[PromptGroup], device: torch.device | str = "cpu") -> Attend:
+    """Return causal attention over packed groups: a prompt's tokens, then those of each of its
+    responses. On CUDA for heads that `flash.flashes` takes."""
+    on_cuda = torch.device(device).type == "cuda"
+    kernel = _Joined(list((_parts_on_cuda if on_cuda else _parts_on_cpu)(groups, device)))
+
+    def attend(layer: int, inputs: AttentionInputs) -> Tensor:
+        q_THd, k_TGd, v_TGd = (x.contiguous() for x in inputs[:3])
+        return flash.attend(q_THd, k_TGd, v_TGd, inputs.sinks_H, kernel)
+
+    return attend
+
+
+class _Part(NamedTuple):
+    """Queries and those of their keys that a kernel attends to. No row stands twice."""
+
+    queries: slice | Tensor
+    keys: slice | Tensor
+    kernel: flash.AttentionKernel
+
+
+def _parts_on_cpu(groups: Sequence[PromptGroup], device: torch.device | str) -> Iterator[_Part]:
+    causal, unmasked = (flash.OneSequence(flash.Masked(is_causal=c)) for c in (True, False))
+    for place in _places(groups):
+        start, prompt = place.start, slice(place.start, place.first_response)
+        for length in (place.group.prompt, *filter(None, place.group.responses)):
+            own = slice(start, start + length)
+            yield _Part(own, own, causal)
+            start = own.stop
+        if place.stop > place.first_response:
+            yield _Part(slice(place.first_response, place.stop), prompt, unmasked)
+
+
+def _parts_on_cuda(groups: Sequence[PromptGroup], device: torch.device | str) -> Iterator[_Part]:
+    lengths = [n for prompt, responses in groups for n in (prompt, *responses) if n]
+    bounds, longest = _bounds(lengths, device), max(lengths)
+    everything = slice(None)
+    yield _Part(everything, everything, flash.Packed(bounds, longest, bounds, longest))
+    places = [place for place in _places(groups) if place.stop > place.first_response]
+    if not places:
+        return
+    prompts = [(place.start, place.group.prompt) for place in places]
+    responses = [(place.first_response, place.stop - place.first_response) for place in places]
+    sizes = [[size for _, size in spans] for spans in (responses, prompts)]
+    q_bounds, k_bounds = (_bounds(size, device) for size in sizes)
+    packed = flash.Packed(q_bounds, max(sizes[0]), k_bounds, max(sizes[1]), is_causal=False)
+    yield _Part(upload(ranges(responses), device), upload(ranges(prompts), device), packed)
+
+
+def _bounds(lengths: Sequence[int], device: torch.device | str) -> Tensor:
+    return upload(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """The attention kernel that joins parts."""
+
+    parts: Sequence[_Part]
+
+    def forward(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> tuple[Tensor, Tensor]:
+        o_THd = torch.zeros_like(q_THd, dtype=torch.float32)
+        lse_TH = o_THd.new_full(q_THd.shape[:2], -torch.inf)
+        for queries, keys, kernel in self.parts:
+            o_CHd, lse_CH = kernel.forward(q_THd[queries], k_TGd[keys], v_TGd[keys])
+            joined_CH = torch.logaddexp(lse_TH[queries], lse_CH)
+            share_CH, before_CH = (lse_CH - joined_CH).exp(), (lse_TH[queries] - joined_CH).exp()
+            o_THd[queries] = o_THd[queries] * before_CH[..., None] + o_CHd * share_CH[..., None]
+            lse_TH[queries] = joined_CH
+        return o_THd.to(q_THd.dtype), lse_TH
+
+    def backward(
+        self,
+        grad_THd: Tensor,
+        q_THd: Tensor,
+        k_TGd: Tensor,
+        v_TGd: Tensor,
+        o_THd: Tensor,
+        lse_TH: Tensor,
+    ) -> flash.Gradients:
+        q_grad_THd, k_grad_TGd, v_grad_TGd = (torch.zeros_like(x) for x in (q_THd, k_TGd, v_TGd))
+        for queries, keys, kernel in self.parts:
+            q_CHd, k_SGd, v_SGd = kernel.backward(
+                grad_THd[queries],
+                q_THd[queries],
+                k_TGd[keys],
+                v_TGd[keys],
+                o_THd[queries],
+                lse_TH[queries],
+            )
+            q_grad_THd[queries] += q_CHd
+            k_grad_TGd[keys] += k_SGd
+            v_grad_TGd[keys] += v_SGd
+        return q_grad_THd, k_grad_TGd, v_grad_TGd
 
 
 @dataclass(frozen=True)
@@ -85,47 +205,3 @@ class _Copy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_X: Tensor) -> tuple[Tensor, None]:
         return ctx.copies.sum_copies(grad_X), None
-
-
-def grouped(
-    groups: Sequence[PromptGroup],
-    device: torch.device | str = "cpu",
-    windows: Sequence[int] = (),
-) -> Attend:
-    """Return causal attention over packed groups: a prompt's tokens, then those of each of its
-    responses. windows: of each layer (`LayerSpec`)."""
-    spans = [span for span in _spans(groups) if span.queries]
-    rows_X = ranges([stretch for span in spans for stretch in span.keys])
-    num_rows = sum(group.num_fed for group in groups)
-    copies = RowCopies(rows_X, num_rows, torch.device(device))
-    lengths = [span.queries for span in spans]
-    totals = [sum(size for _, size in span.keys) for span in spans]
-    attend_suffixes = suffixes(lengths, totals, device, windows=windows)
-
-    def attend(layer: int, inputs: AttentionInputs) -> Tensor:
-        keys, values = copies.copy(inputs.k_TGd), copies.copy(inputs.v_TGd)
-        return attend_suffixes(layer, inputs._replace(k_TGd=keys, v_TGd=values))
-
-    return attend
-
-
-class _Span(NamedTuple):
-    """The number of neighbouring queries, and (start, size) of the stretches of rows that are their
-    keys."""
-
-    queries: int
-    keys: list[tuple[int, int]]
-
-
-def _spans(groups: Sequence[PromptGroup]) -> Iterator[_Span]:
-    start = 0
-    for prompt, responses in groups:
-        first, start = start, start + prompt
-        if len(responses) == 1:  # as one sequence
-            yield _Span(prompt + responses[0], [(first, prompt + responses[0])])
-            start += responses[0]
-            continue
-        yield _Span(prompt, [(first, prompt)])
-        for fed in responses:
-            yield _Span(fed, [(first, prompt), (start, fed)])
-            start += fed

@@ -54,7 +54,7 @@ class PackedBatch:
         if not self.share_prompts:
             neighbours = [[sample] for sample in self.chosen]
         else:
-            by_prompt = groupby(self.chosen, key=lambda sample: sample.prompt_ids)
+            by_prompt = groupby(self.chosen, key=lambda sample: tuple(sample.prompt_ids))
             neighbours = [list(samples) for _, samples in by_prompt]
         return [
             PromptGroup(
@@ -237,6 +237,19 @@ def cost(sample: Sample, spec: ModelSpec, outputs: int) -> float:
     return float(num_tokens * (spec.hidden_size * layers_cost + attention_cost) + head_cost)
 
 
+def cost_together(
+    samples: Sequence[Sample], indices: Sequence[int], costs: Sequence[float], share_prompts: bool
+) -> float:
+    """Return the cost of samples in one pass; of those that share prompts, by the tokens fed."""
+    whole_cost = sum(costs[i] for i in indices)
+    if not share_prompts:
+        return whole_cost
+    whole_fed = sum(num_fed(samples[i]) for i in indices)
+    prompts = {tuple(samples[i].prompt_ids) for i in indices}
+    repeated = sum(len(samples[i].prompt_ids) for i in indices) - sum(map(len, prompts))
+    return whole_cost * (1 - repeated / whole_fed)
+
+
 def _seen_keys(num_tokens: int, window: int) -> float:
     if not 0 < window < num_tokens:
         return num_tokens / 2
@@ -263,31 +276,41 @@ def pack(
     for portion in portions:
         units = [[i] for i in portion]
         if share_prompts:
-            num_tokens = sum(num_fed(samples[i]) for i in portion)
-            units = together(samples, portion, min(capacity, num_tokens // parts))
-        lengths = [load([samples[i] for i in unit]) for unit in units]
+            units = together(samples, portion, capacity, parts)
+        lengths = [num_fed_together([samples[i] for i in unit]) for unit in units]
         if parts == 1 or not portion:
             bins = first_fit(lengths, capacity)
         else:
-            unit_costs = [sum(costs[i] for i in unit) for unit in units]
+            unit_costs = [cost_together(samples, unit, costs, share_prompts) for unit in units]
             own_parts = min(parts, math.ceil(parts * sum(unit_costs) / total))
             bins = balance(lengths, unit_costs, capacity, own_parts)
         packed += [[i for u in microbatch.indices for i in units[u]] for microbatch in bins]
     return packed
 
 
-def together(samples: Sequence[Sample], portion: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return groups of a portion's samples that share a prompt, in order, each with a `load` of at
-    most `capacity`. A longer sample stays alone."""
-    units: list[list[int]] = []
-    unit_of_prompt: dict[tuple[int, ...], list[int]] = {}
+def together(
+    samples: Sequence[Sample], portion: Sequence[int], capacity: int, parts: int
+) -> list[list[int]]:
+    """Return groups of a portion's samples that share a prompt, in order, each of at most
+    `capacity` tokens fed; a longer sample stays alone. For several ranks (parts) groups are small
+    enough to balance, unless most of a smaller one were the prompt."""
+    by_prompt: dict[tuple[int, ...], list[int]] = {}
     for i in portion:
-        prompt = tuple(samples[i].prompt_ids)
-        unit = unit_of_prompt.get(prompt)
-        if unit is None or load([samples[j] for j in (*unit, i)]) > capacity:
-            units.append(unit := [])
-            unit_of_prompt[prompt] = unit
-        unit.append(i)
+        by_prompt.setdefault(tuple(samples[i].prompt_ids), []).append(i)
+    most = capacity
+    if parts > 1 and by_prompt:
+        total = sum(num_fed_together([samples[i] for i in unit]) for unit in by_prompt.values())
+        most = min(capacity, max(total // (2 * parts), 2 * max(map(len, by_prompt))))
+    units: list[list[int]] = []
+    for prompt, sharing in by_prompt.items():
+        fed = most + 1  # so that the first one begins a unit
+        for i in sharing:
+            response = num_fed(samples[i]) - len(prompt)
+            fed += response
+            if fed > most:
+                units.append([])
+                fed = len(prompt) + response
+            units[-1].append(i)
     return units
 
 
@@ -319,7 +342,10 @@ class MicrobatchSchedule:
         keeps the ranks in step: ignore its results."""
         samples = self.samples
         smallest = min(range(len(samples)), key=lambda i: num_fed(samples[i]))
-        costs = [sum(self.costs[i] for i in microbatch) for microbatch in self.microbatches]
+        costs = [
+            cost_together(samples, microbatch, self.costs, self.share_prompts)
+            for microbatch in self.microbatches
+        ]
         for number in self.ranks.deal(costs):
             indices = [smallest] if number is None else self.microbatches[number]
             yield collate(samples, indices, device, self.share_prompts), number is not None
@@ -358,14 +384,10 @@ def num_fed(sample: Sample) -> int:
     return len(sample.prompt_ids) + len(sample.rollout.token_ids) - 1
 
 
-def load(sharing: Sequence[Sample]) -> int:
-    """Return the tokens fed of samples that share a prompt, and an eighth of the prompt for each
-    copy of its keys and values: they are about that share of what a token keeps for the backward
-    pass."""
+def num_fed_together(sharing: Sequence[Sample]) -> int:
+    """Return the number of tokens fed of samples that share a prompt."""
     prompt = len(sharing[0].prompt_ids)
-    responses = sum(len(sample.rollout.token_ids) - 1 for sample in sharing)
-    copies = len(sharing) if len(sharing) > 1 else 0
-    return prompt + responses + copies * prompt // 8
+    return prompt + sum(num_fed(sample) - prompt for sample in sharing)
 
 
 def check(samples: Sequence[Sample], vocab_size: int, context_length: int) -> None:

@@ -15,7 +15,8 @@ policy that the rollouts recorded, and the frozen reference; all at the sampling
    bit for bit until the weights change.
 3. A sequence with advantage 0 runs forward only, unless a KL term needs its gradient.
 4. With `replay_kv` the learner alone attends to what each sample's cache held
-(`model.evicted_attention`).
+(`model.evicted_attention`). Else a prompt may be fed once for its responses
+(`model.shared_prompts`); a model that cannot share them reads whole sequences.
 5. The KL term omits tokens that the objective rejects; denominators count them.
 
 T: tokens fed, N: response tokens.
@@ -126,13 +127,16 @@ class PackedForward:
     temperature: float = 1.0
     replay_kv: bool = False
     ranks: Ranks = ALONE
-    share_prompts: bool | None = False  # None: on a CPU
+    share_prompts: bool = False  # where the model can
 
     @staticmethod
     def of(
         model: Transformer, batch: Batch, settings: LearnSettings, ranks: Ranks
     ) -> PackedForward:
         """Return the passes that update a model from a batch."""
+        share_prompts = settings.share_prompts
+        if share_prompts is None:
+            share_prompts = model.device.type == "cpu"
         return PackedForward(
             model,
             batch.samples,
@@ -141,7 +145,7 @@ class PackedForward:
             batch.temperature,
             settings.replay_kv,
             ranks,
-            settings.share_prompts,
+            share_prompts and not settings.replay_kv,
         )
 
     def run(
@@ -156,8 +160,14 @@ class PackedForward:
             cost(sample, self.model.spec, self.model.spec.vocab_size) for sample in self.samples
         ]
         by_temperature = map(self._by_temperature, portions)
-        capacity, shares = self.tokens_per_microbatch, self._shares_prompts
-        walk = MicrobatchSchedule(self.samples, by_temperature, capacity, costs, self.ranks, shares)
+        walk = MicrobatchSchedule(
+            self.samples,
+            by_temperature,
+            self.tokens_per_microbatch,
+            costs,
+            self.ranks,
+            self.share_prompts and self.model.can_share_prompts,
+        )
         transfers: list[tuple[PackedBatch, Tensor]] = []  # [2, N] each
         last_copy_event = None
         for packed, counts in walk.dealt(self.model.device):
@@ -186,13 +196,6 @@ class PackedForward:
             [(packed, logp_entropy_2N[1]) for packed, logp_entropy_2N in transfers],
         )
         return PassOutput(log_probs, entropy)
-
-    @property
-    def _shares_prompts(self) -> bool:
-        asked = self.share_prompts
-        if asked is None:
-            asked = self.model.device.type == "cpu"
-        return asked and self.model.can_share_prompts and not self.replay_kv
 
     def _temperature(self, index: int) -> float:
         sample_temperature = self.samples[index].temperature
