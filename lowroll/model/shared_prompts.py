@@ -9,20 +9,18 @@ response joins two parts, each with its own log-sum-exp:
 A part's backward pass, given o and lse, has the probabilities exp(s - lse) of the whole softmax (as
 with sinks, `model.flash`), so its gradients are exact and those of both parts add up.
 
-Legend: `model.flash`; X rows that may repeat.
+Legend: `model.flash`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lowroll.model import flash
 from lowroll.model.attention import Attend, AttentionInputs, ranges, upload
@@ -151,57 +149,3 @@ class _Joined:
             k_grad_TGd[keys] += k_SGd
             v_grad_TGd[keys] += v_SGd
         return q_grad_THd, k_grad_TGd, v_grad_TGd
-
-
-@dataclass(frozen=True)
-class RowCopies:
-    """Rows to copy, of which some are copied more than once. Both directions are deterministic:
-    the gradient of a row sums those of its copies in their order. rows_X: int64, on the host."""
-
-    rows_X: Tensor
-    num_rows: int
-    device: torch.device
-
-    @cached_property
-    def index_X(self) -> Tensor:
-        return upload(self.rows_X, self.device)
-
-    @cached_property
-    def copied(self) -> list[tuple[Tensor, Tensor]]:
-        """For each number of copies: the rows [R], and the places of their copies [R, copies]."""
-        places_X = self.rows_X.argsort(stable=True)
-        rows_U, counts_U = self.rows_X[places_X].unique_consecutive(return_counts=True)
-        firsts_U = counts_U.cumsum(0) - counts_U
-        by_count = []
-        for count in counts_U.unique().tolist():
-            chosen_U = counts_U == count
-            places_RC = places_X[firsts_U[chosen_U][:, None] + torch.arange(count)]
-            by_count.append((rows_U[chosen_U], places_RC))
-        return [
-            (upload(rows_R, self.device), upload(places_RC, self.device))
-            for rows_R, places_RC in by_count
-        ]
-
-    def copy(self, x_T: Tensor) -> Tensor:
-        """Return x[rows] along the first axis."""
-        copies_X = _Copy.apply(x_T, self)
-        assert isinstance(copies_X, Tensor)
-        return copies_X
-
-    def sum_copies(self, grad_X: Tensor) -> Tensor:
-        grad_T = grad_X.new_zeros(self.num_rows, *grad_X.shape[1:])
-        for rows_R, places_RC in self.copied:
-            grad_T[rows_R] = grad_X[places_RC].sum(1)
-        return grad_T
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_T: Tensor, copies: RowCopies) -> Tensor:
-        ctx.copies = copies
-        return x_T.index_select(0, copies.index_X)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_X: Tensor) -> tuple[Tensor, None]:
-        return ctx.copies.sum_copies(grad_X), None

@@ -179,8 +179,8 @@ class Critic:
         values: list[tuple[PackedBatch, Tensor]] = []
         for packed, counts in walk.dealt(self.body.device):
             with torch.set_grad_enabled(loss is not None):
-                hidden_TD = self.body(packed.ids_T, packed.pos_T, self.body.causal(packed.lengths))
-                values_N = hidden_TD[packed.index_N].float() @ self.weight_D + self.bias
+                hidden_TD = self.body(packed.ids_T, packed.pos_T, packed.attention(self.body))
+                values_N = packed.predicting(hidden_TD).float() @ self.weight_D + self.bias
                 if loss is not None:
                     # a pass that does not count runs backward too, to keep the ranks in step
                     share = loss(packed, values_N) if counts else 0 * values_N.sum()

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lowroll.model.attention import Attend, ranges, upload
-from lowroll.model.shared_prompts import PromptGroup, RowCopies
+from lowroll.model.shared_prompts import PromptGroup
 from lowroll.model.spec import ModelSpec
 from lowroll.model.transformer import Transformer
 from lowroll.parallel.ranks import PerToken, Ranks
@@ -64,6 +64,10 @@ class PackedBatch:
             for samples in neighbours
         ]
 
+    @property
+    def shares(self) -> bool:
+        return len(self.groups) < len(self.chosen)
+
     @cached_property
     def ids_T(self) -> Tensor:
         """int64, prompt and response of each sequence without its last token."""
@@ -88,10 +92,6 @@ class PackedBatch:
     @cached_property
     def index_N(self) -> Tensor:
         """int64, into T. The last row of a shared prompt stands once for each response."""
-        return self._put(self._predicting_rows)
-
-    @cached_property
-    def _predicting_rows(self) -> Tensor:
         spans, start = [], 0
         for prompt, responses in self.groups:
             start += prompt
@@ -99,19 +99,18 @@ class PackedBatch:
             for fed in responses:
                 spans += [(last, 1), (start, fed)]
                 start += fed
-        return ranges(spans)
+        return self._put(ranges(spans))
 
     def attention(self, model: Transformer) -> Attend:
         """Return the model's causal attention over these tokens."""
-        if len(self.groups) == len(self.chosen):
-            return model.causal(self.lengths)
-        return model.causal_in_groups(self.groups)
+        return model.causal_in_groups(self.groups) if self.shares else model.causal(self.lengths)
 
     def predicting(self, hidden_TD: Tensor) -> Tensor:
         """Return the hidden states [N, D] that predict the response tokens."""
-        if len(self.groups) == len(self.chosen):
-            return hidden_TD.index_select(0, self.index_N)
-        return RowCopies(self._predicting_rows, len(hidden_TD), self.device).copy(hidden_TD)
+        if self.shares and hidden_TD.is_cuda:
+            # whose gradient sums rows that stand several times in a fixed order there
+            return hidden_TD[self.index_N]
+        return hidden_TD.index_select(0, self.index_N)
 
     @cached_property
     def targets_N(self) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowroll.model import hf, lora
 from lowroll.model.attention import AttentionInputs, varlen
-from lowroll.model.shared_prompts import PromptGroup, RowCopies, grouped
+from lowroll.model.shared_prompts import PromptGroup, grouped
 from lowroll.model.transformer import Transformer
 from lowroll.parallel.ranks import ALONE
 from lowroll.trainer.mismatch_probe import probe
@@ -71,14 +71,6 @@ def test_attention_in_groups_is_attention_over_whole_sequences(seed: int, has_si
     want = torch.autograd.grad((whole * (upstream / times)[rows]).sum(), inputs)
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w, atol=1e-5, rtol=1e-4)
-
-
-def test_copies_of_rows_have_the_gradient_of_a_selection() -> None:
-    rows = [3, 0, 0, 5, 3, 0, 1]
-    x = torch.randn(7, 2, 3, dtype=torch.float64, requires_grad=True)
-    copies = RowCopies(torch.tensor(rows), 7, torch.device("cpu"))
-    assert torch.equal(copies.copy(x), x[rows])
-    assert torch.autograd.gradcheck(copies.copy, (x,))
 
 
 def random_samples(seed: int) -> list[Sample]:
