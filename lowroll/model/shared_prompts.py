@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lowroll.model import flash
 from lowroll.model.attention import Attend, AttentionInputs, ranges, upload
+from lowroll.model.spec import ModelSpec
 
 
 class PromptGroup(NamedTuple):
@@ -31,6 +32,17 @@ class PromptGroup(NamedTuple):
 
     prompt: int
     responses: tuple[int, ...]
+
+
+def obstacle(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str:
+    """Return why `grouped` is not the attention of such a model, or an empty string."""
+    if spec.delta is not None:
+        return "recurrent layers have one state a sequence"
+    if any(spec.windows):
+        return "windows count from each response's own tokens"
+    if device.type == "cuda" and not flash.flashes(dtype, spec.head_dim):
+        return f"flash attention takes no heads of {spec.head_dim} in {dtype}"
+    return ""
 
 
 class _Place(NamedTuple):

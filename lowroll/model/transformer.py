@@ -24,7 +24,7 @@ from lowroll.kernels.fused.rope import rotate_heads
 from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.matmul import ordered
 from lowroll.kernels.quantize.rows import QuantizedRows, quantize_rows
-from lowroll.model import flash, logprobs, shared_prompts
+from lowroll.model import logprobs, shared_prompts
 from lowroll.model.attention import Attend, AttentionInputs, exact_varlen, varlen
 from lowroll.model.delta_net import GatedDeltaNet, Mixing, packed_recurrence
 from lowroll.model.experts import Experts
@@ -419,12 +419,9 @@ class Transformer(nn.Module):
 
     @property
     def can_share_prompts(self) -> bool:
-        """Whether `causal_in_groups` has the model's attention: without recurrent layers and
-        windows, not with the bits of an engine's kernels, and on CUDA by flash attention."""
-        spec = self.spec
-        if spec.delta is not None or any(spec.windows) or self.exact:
-            return False
-        return self.device.type == "cpu" or flash.flashes(self.dtype, spec.head_dim)
+        """Whether `causal_in_groups` has the model's attention; not with the bits of an engine's
+        kernels."""
+        return not self.exact and not shared_prompts.obstacle(self.spec, self.device, self.dtype)
 
     def causal_in_groups(self, groups: Sequence[PromptGroup]) -> Attend:
         return shared_prompts.grouped(groups, self.device)

@@ -186,6 +186,7 @@ def _learner(cfg: RunConfig, compute: Compute, found: Findings) -> Transformer:
     models.refuse_adapter("model", cfg.model)
     model = _outline("model", cfg.model, compute, found)
     models.refuse_backward(cfg, compute, model.spec)
+    models.refuse_sharing(cfg, compute, model.spec)
     models.refuse_scale(cfg)
     engines.refuse(cfg, model.spec)
     if cfg.rollout.exact:

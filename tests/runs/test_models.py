@@ -34,3 +34,29 @@ def test_a_device_without_such_products_is_refused(monkeypatch: pytest.MonkeyPat
     models.refuse_backward(FP8, CUDA, DENSE)
     answer["now"] = no("not asked")
     models.refuse_backward(FP8, Compute(torch.device("cpu"), torch.bfloat16), DENSE)
+
+
+@pytest.mark.parametrize("share", [None, False, True])
+def test_shared_prompts_are_refused_where_they_cannot_be(share: bool | None) -> None:
+    cfg = from_mapping({"model": "m", "train": {"share_prompts": share}})
+    models.refuse_sharing(cfg, CUDA, DENSE)
+    window = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+    qwen2 = {**CONFIG, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    refused = [
+        (CUDA, spec_from_config({**qwen2, **window})),
+        (Compute(torch.device("cuda"), torch.float32), DENSE),
+    ]
+    for compute, spec in refused:
+        if not share:
+            models.refuse_sharing(cfg, compute, spec)
+            continue
+        with pytest.raises(ValueError, match=r"train\.share_prompts: .*; write null"):
+            models.refuse_sharing(cfg, compute, spec)
+
+
+def test_exact_rollouts_need_whole_sequences() -> None:
+    tree = {"model": "m", "rollout": {"exact": True, "weights": "int8"}, "train": {"lora": True}}
+    from_mapping(tree).resolved()
+    tree["train"] = {"lora": True, "share_prompts": True}
+    with pytest.raises(ValueError, match=r"train\.share_prompts null: whole sequences"):
+        from_mapping(tree).resolved()

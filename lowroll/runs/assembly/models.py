@@ -9,7 +9,7 @@ from typing import Any
 
 from lowroll.config import RunConfig
 from lowroll.kernels.matmul.w8a8_cuda import scaled_mm_supports
-from lowroll.model import exact, hf, lora, scaling
+from lowroll.model import exact, hf, lora, scaling, shared_prompts
 from lowroll.model.folder import resolve
 from lowroll.model.headers import low_bit_format
 from lowroll.model.spec import ModelSpec, read_spec
@@ -41,6 +41,7 @@ def learner(cfg: RunConfig, compute: Compute) -> Transformer:
     format_on_load = format if train.lora and train.uaq_scale is None else None
     model = hf.load(cfg.model, compute.device, compute.dtype, format_on_load)
     refuse_backward(cfg, compute, model.spec)
+    refuse_sharing(cfg, compute, model.spec)
     if not train.lora and model.weight_format is not None:
         log.warning(
             "the model's weights are %s: their dequantized values are the weights that learn",
@@ -173,6 +174,15 @@ def refuse_backward(cfg: RunConfig, compute: Compute, spec: ModelSpec) -> None:
         )
     if compute.device.type == "cuda" and not (support := scaled_mm_supports(compute.device)):
         raise ValueError(f"train.backward: {cfg.train.backward}: {support.why_not}; write dense")
+
+
+def refuse_sharing(cfg: RunConfig, compute: Compute, spec: ModelSpec) -> None:
+    if not cfg.train.share_prompts:
+        return
+    if why := shared_prompts.obstacle(spec, compute.device, compute.dtype):
+        raise ValueError(
+            f"train.share_prompts: {spec.architecture} reads whole sequences: {why}; write null"
+        )
 
 
 def refuse_other_vocabulary(key: str, source: str, cfg: RunConfig, chat: ChatTokenizer) -> None:
