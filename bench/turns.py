@@ -85,7 +85,8 @@ class Times:
 
     def step_ms(self, new_tokens: int) -> float:
         whole, first = statistics.median(self.whole), statistics.median(self.first)
-        return (whole - first) / max(1, new_tokens - 1) * 1e3
+        # where noise is more than the steps take, not zero: others divide by it
+        return max(whole - first, 1e-9) / max(1, new_tokens - 1) * 1e3
 
 
 @dataclass(frozen=True)
