@@ -120,6 +120,11 @@ def tokens_of(spans: Iterable[tuple[int, int]], device: torch.device | str) -> T
     return upload(ranges([(start, stop - start) for start, stop in spans]), device)
 
 
+def bounds_of(lengths: Sequence[int], device: torch.device | str) -> Tensor:
+    """Return where packed sequences of these lengths begin, and the end: int32 [S + 1]."""
+    return upload(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
+
+
 def ranges(spans: Sequence[tuple[int, int]]) -> Tensor:
     """Return start, start + 1, ... for `size` numbers of each (start, size): int64."""
     starts, sizes = torch.tensor(spans, dtype=torch.int64).reshape(-1, 2).unbind(1)
@@ -180,10 +185,7 @@ def suffixes(
     spans = list(zip(lengths, totals, strict=True))
     flash_bounds = []
     if torch.device(device).type == "cuda":
-        flash_bounds = [
-            upload(torch.tensor([0, *accumulate(sizes)], dtype=torch.int32), device)
-            for sizes in (lengths, totals)
-        ]
+        flash_bounds = [bounds_of(sizes, device) for sizes in (lengths, totals)]
 
     @cache
     def stacks() -> tuple[list[_Stack], Tensor]:

@@ -143,30 +143,6 @@ class Masked:
         return self.is_causal and self.added_CT is None
 
 
-@dataclass(frozen=True)
-class OneSequence:
-    """A kernel of sequences on one alone, [C, H, d]."""
-
-    kernel: Masked
-
-    def forward(self, q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> tuple[Tensor, Tensor]:
-        o_SCHd, lse_SCH = self.kernel.forward(q_CHd[None], k_TGd[None], v_TGd[None])
-        return o_SCHd[0], lse_SCH[0]
-
-    def backward(
-        self,
-        grad_CHd: Tensor,
-        q_CHd: Tensor,
-        k_TGd: Tensor,
-        v_TGd: Tensor,
-        o_CHd: Tensor,
-        lse_CH: Tensor,
-    ) -> Gradients:
-        inputs = (grad_CHd, q_CHd, k_TGd, v_TGd, o_CHd, lse_CH)
-        q, k, v = self.kernel.backward(*(x[None] for x in inputs))
-        return q[0], k[0], v[0]
-
-
 def _by_head(*x_SCHd: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in x_SCHd]
 
@@ -177,9 +153,9 @@ def flashes(dtype: torch.dtype, head_dim: int) -> bool:
 
 
 def attend_packed(
-    q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sinks_H: Tensor | None, packed: Packed
+    q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sinks_H: Tensor | None, kernel: AttentionKernel
 ) -> Tensor:
-    return attend(q_CHd.contiguous(), k_TGd.contiguous(), v_TGd.contiguous(), sinks_H, packed)
+    return attend(q_CHd.contiguous(), k_TGd.contiguous(), v_TGd.contiguous(), sinks_H, kernel)
 
 
 def attend(

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowroll.model import flash
-from lowroll.model.attention import Attend, AttentionInputs, ranges, upload
+from lowroll.model.attention import Attend, AttentionInputs, bounds_of, ranges, upload
 from lowroll.model.spec import ModelSpec
 
 
@@ -75,35 +74,39 @@ def grouped(groups: Sequence[PromptGroup], device: torch.device | str = "cpu") -
     kernel = _Joined(list((_parts_on_cuda if on_cuda else _parts_on_cpu)(groups, device)))
 
     def attend(layer: int, inputs: AttentionInputs) -> Tensor:
-        q_THd, k_TGd, v_TGd = (x.contiguous() for x in inputs[:3])
-        return flash.attend(q_THd, k_TGd, v_TGd, inputs.sinks_H, kernel)
+        return flash.attend_packed(*inputs, kernel)
 
     return attend
+
+
+Rows = slice | Tensor | tuple[None, slice]  # the last: as a batch of one sequence
 
 
 class _Part(NamedTuple):
     """Queries and those of their keys that a kernel attends to. No row stands twice."""
 
-    queries: slice | Tensor
-    keys: slice | Tensor
+    queries: Rows
+    keys: Rows
     kernel: flash.AttentionKernel
 
 
 def _parts_on_cpu(groups: Sequence[PromptGroup], device: torch.device | str) -> Iterator[_Part]:
-    causal, unmasked = (flash.OneSequence(flash.Masked(is_causal=c)) for c in (True, False))
+    causal, unmasked = flash.Masked(), flash.Masked(is_causal=False)
     for place in _places(groups):
-        start, prompt = place.start, slice(place.start, place.first_response)
+        start = place.start
         for length in (place.group.prompt, *filter(None, place.group.responses)):
-            own = slice(start, start + length)
+            own = (None, slice(start, start + length))
             yield _Part(own, own, causal)
-            start = own.stop
+            start += length
         if place.stop > place.first_response:
-            yield _Part(slice(place.first_response, place.stop), prompt, unmasked)
+            responses = (None, slice(place.first_response, place.stop))
+            prompt = (None, slice(place.start, place.first_response))
+            yield _Part(responses, prompt, unmasked)
 
 
 def _parts_on_cuda(groups: Sequence[PromptGroup], device: torch.device | str) -> Iterator[_Part]:
     lengths = [n for prompt, responses in groups for n in (prompt, *responses) if n]
-    bounds, longest = _bounds(lengths, device), max(lengths)
+    bounds, longest = bounds_of(lengths, device), max(lengths)
     everything = slice(None)
     yield _Part(everything, everything, flash.Packed(bounds, longest, bounds, longest))
     places = [place for place in _places(groups) if place.stop > place.first_response]
@@ -112,13 +115,9 @@ def _parts_on_cuda(groups: Sequence[PromptGroup], device: torch.device | str) ->
     prompts = [(place.start, place.group.prompt) for place in places]
     responses = [(place.first_response, place.stop - place.first_response) for place in places]
     sizes = [[size for _, size in spans] for spans in (responses, prompts)]
-    q_bounds, k_bounds = (_bounds(size, device) for size in sizes)
+    q_bounds, k_bounds = (bounds_of(size, device) for size in sizes)
     packed = flash.Packed(q_bounds, max(sizes[0]), k_bounds, max(sizes[1]), is_causal=False)
     yield _Part(upload(ranges(responses), device), upload(ranges(prompts), device), packed)
-
-
-def _bounds(lengths: Sequence[int], device: torch.device | str) -> Tensor:
-    return upload(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
 
 
 @dataclass(frozen=True)

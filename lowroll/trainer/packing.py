@@ -241,7 +241,7 @@ def cost_together(
 ) -> float:
     """Return the cost of samples in one pass; of those that share prompts, by the tokens fed."""
     whole_cost = sum(costs[i] for i in indices)
-    if not share_prompts:
+    if not share_prompts or not indices:
         return whole_cost
     whole_fed = sum(num_fed(samples[i]) for i in indices)
     prompts = {tuple(samples[i].prompt_ids) for i in indices}
@@ -270,9 +270,11 @@ def pack(
     prompt are packed as one sequence.
     """
     portions = list(portions)
-    total = sum(costs[i] for portion in portions for i in portion) if parts > 1 else 0.0
+    portion_costs = [0.0] * len(portions)
+    if parts > 1:
+        portion_costs = [cost_together(samples, p, costs, share_prompts) for p in portions]
     packed: list[list[int]] = []
-    for portion in portions:
+    for portion, portion_cost in zip(portions, portion_costs, strict=True):
         units = [[i] for i in portion]
         if share_prompts:
             units = together(samples, portion, capacity, parts)
@@ -281,7 +283,7 @@ def pack(
             bins = first_fit(lengths, capacity)
         else:
             unit_costs = [cost_together(samples, unit, costs, share_prompts) for unit in units]
-            own_parts = min(parts, math.ceil(parts * sum(unit_costs) / total))
+            own_parts = min(parts, math.ceil(parts * portion_cost / sum(portion_costs)))
             bins = balance(lengths, unit_costs, capacity, own_parts)
         packed += [[i for u in microbatch.indices for i in units[u]] for microbatch in bins]
     return packed
