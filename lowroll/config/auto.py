@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lowroll.config.processes import AsynchronyConfig
 from lowroll.config.schema import RunSettings
 from lowroll.quant.table import is_dense
 
@@ -49,6 +50,7 @@ class Rollouts:
     replayed: bool = False  # the learner attends only to keys in the rollouts' cache
     engine: str = "native"
     exact: bool = False  # the learner computes their log-probs bit for bit
+    stale: str = ""  # the setting by which they come from earlier weights
 
     @property
     def low_bit(self) -> bool:
@@ -73,6 +75,7 @@ class Rollouts:
         parts += [f"come from {self.engine}"] if self.foreign else []
         parts += [f"are cut by {', '.join(self.truncated)}"] if self.truncated else []
         parts += ["carry noise"] if self.noisy else []
+        parts += [f"may be of earlier weights ({self.stale})"] if self.stale else []
         is_bounded = self.kv_policy != "dense"
         replay_text = " and the learner replays" if self.replayed else ""
         parts += [f"have a cache that {self.kv_policy} bounds{replay_text}"] if is_bounded else []
@@ -128,7 +131,7 @@ AUTO: tuple[CorrectionRow, ...] = (
         "none",
         "and a learner of their version computes their log-probs with the same bits: there is nothing to correct",
         "",
-        lambda r: r.exact and not r.noisy,
+        lambda r: r.exact and not r.noisy and not r.stale,
         {"rollout": {"weights": "int8_rotated", "exact": True}},
     ),
     CorrectionRow(
@@ -161,6 +164,20 @@ AUTO: tuple[CorrectionRow, ...] = (
         "Yao et al. 2025; verl; QuRL Eq. 5",
         lambda r: r.foreign and not r.low_bit,
         {"rollout": {"engine": "vllm", "weights": "dense"}},
+    ),
+    CorrectionRow(
+        "dense, of earlier weights (asynchrony.max_async_level, partial: keep)",
+        "any",
+        "tis",
+        "tis",
+        "so they are of another policy: without weights, runs four steps behind ended below their start",
+        "QuRL Eq. 5, docs/results.md",
+        lambda r: bool(r.stale) and not r.low_bit and not r.noisy,
+        {
+            "rollout": {"weights": "dense"},
+            "launcher": "local",
+            "asynchrony": {"max_async_level": 1},
+        },
     ),
     CorrectionRow(
         "dense",
@@ -313,7 +330,14 @@ def rollouts_of(cfg: RunSettings) -> Rollouts:
         kv_dtype=rollout.cache.kv_dtype,
         replayed=cfg.train.replay_kv,
         engine=rollout.engine,
+        stale=_cause_of_staleness(cfg.asynchrony),
     )
+
+
+def _cause_of_staleness(asynchrony: AsynchronyConfig) -> str:
+    if asynchrony.max_async_level:
+        return f"asynchrony.max_async_level {asynchrony.max_async_level}"
+    return "asynchrony.partial keep" if asynchrony.partial == "keep" else ""
 
 
 def correction_of(cfg: RunSettings) -> tuple[str, str]:

@@ -318,6 +318,11 @@ def _mismatch_warnings(cfg: RunSettings) -> Iterator[str]:
             "warning: noise with correction none: rollouts of the noisy policy are learnt from as if they were the "
             "learner's own (QeRL's setting)"
         )
+    if rollouts.stale and correction == "none":
+        yield (
+            f"warning: {rollouts.stale} with correction none: rollouts of earlier weights are learnt from as if they "
+            "were the learner's own; runs that did so four steps behind ended below their start (docs/results.md)"
+        )
     if cfg.train.forward == "aligned" and is_dense(weights):
         yield f"train.forward aligned: {weights} rollouts have no low-bit arithmetic to align with"
     if rollouts.rounds and not rollouts.low_bit and ignores_mismatch:
@@ -338,6 +343,7 @@ def _mismatch_warnings(cfg: RunSettings) -> Iterator[str]:
         or rollouts.low_bit_cache
         or rollouts.foreign
         or rollouts.rounds
+        or rollouts.stale
     )
     if not differs and correction not in ("none", "tbpo", "aipo", "ipo"):
         yield f"correction {correction}: {weights} rollouts leave it almost nothing to correct"

@@ -996,11 +996,42 @@ def test_the_table_of_auto_is_what_auto_does(row: CorrectionRow) -> None:
         (Rollouts("dense", rounds=True, engine="vllm"), "acr"),
         (Rollouts("dense", rounds=True, kv_policy="rkv"), "sparse"),
         (Rollouts("int8", rounds=True), "acr"),
+        (Rollouts("dense", stale="asynchrony.partial keep"), "tis"),
+        (Rollouts("int8", stale="asynchrony.partial keep"), "acr"),
+        (Rollouts("int8", exact=True, stale="asynchrony.partial keep"), "tis"),
+        (Rollouts("dense", stale="asynchrony.partial keep", noisy=True), "acr"),
+        (Rollouts("dense", stale="asynchrony.partial keep", kv_policy="rkv"), "sparse"),
     ],
 )
 def test_the_first_row_that_applies(rollouts: Rollouts, expected: str) -> None:
     assert choose_correction("dapo", rollouts)[0] == expected
     assert rollouts.words in choose_correction("dapo", rollouts)[1]
+
+
+@pytest.mark.parametrize(
+    ("asynchrony", "stale"),
+    [
+        ({}, False),
+        ({"oversampling_factor": 1.5}, False),
+        ({"oversampling_factor": 1.5, "partial": "replay"}, False),
+        ({"oversampling_factor": 1.5, "partial": "keep"}, True),
+        ({"max_async_level": 4}, True),
+    ],
+)
+def test_rollouts_of_earlier_weights_are_corrected(
+    asynchrony: dict[str, object], stale: bool
+) -> None:
+    tree = {
+        "model": "m",
+        "rollout": {"weights": "dense"},
+        "launcher": "local",
+        "asynchrony": asynchrony,
+    }
+    assert from_mapping(tree).correction == ("tis" if stale else "none")
+    plain = from_mapping({**tree, "correction": "none"})
+    assert any("earlier weights are learnt from" in note for note in plain.notes) == stale
+    weighted = from_mapping({**tree, "correction": "tis"})
+    assert any("almost nothing to correct" in note for note in weighted.notes) != stale
 
 
 def test_a_threshold_that_is_written_is_not_chosen() -> None:
