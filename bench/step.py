@@ -67,13 +67,13 @@ class Case:
     rank: int | None = None  # of LoRA; None: all weights learn
     work: Work = Work(256)
     tokens_per_microbatch: int = 8192
-    share_prompts: bool = False
+    share_prompts: bool = True
 
     @property
     def name(self) -> str:
         learning = "all weights" if self.rank is None else f"LoRA r{self.rank}"
-        shared = ", shared prompts" if self.share_prompts else ""
-        return f"{self.model} {learning}, {self.weights} rollouts{shared}"
+        whole = "" if self.share_prompts else ", whole sequences"
+        return f"{self.model} {learning}, {self.weights} rollouts{whole}"
 
 
 PUBLISHED = ("qwen2.5-7b", "fp8")  # model, and format that its weights are published into
@@ -81,7 +81,7 @@ CASES = {
     "1.5b": Case("qwen2.5-1.5b", "fp8", tokens_per_microbatch=16384),
     "7b-lora": Case("qwen2.5-7b", "fp8", 16),
 }
-CASES |= {f"{name}-shared": replace(case, share_prompts=True) for name, case in CASES.items()}
+CASES |= {f"{name}-whole": replace(case, share_prompts=False) for name, case in CASES.items()}
 
 
 @dataclass

@@ -272,6 +272,12 @@ TARGETS: tuple[Target, ...] = (
         {publishing(SEVEN, "fp8"): (30.0, 8.0)},
         "ours at most",
     ),
+    Target(
+        "qwen2.5-7b LoRA r16, fp8 rollouts: a whole RL step of 256 x (256 + 256) tokens, s",
+        "step",
+        {"qwen2.5-7b LoRA r16, fp8 rollouts: whole step": (8.5, 7.0)},
+        "ours at most",
+    ),
     *_caches("bf16"),
     *_caches("nvfp4"),
     Target(

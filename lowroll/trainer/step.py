@@ -84,8 +84,9 @@ class LearnSettings:
     kl_estimator: str = "k3"
     logprob_chunk: int = 1024  # tokens whose logits exist at once
     replay_kv: bool = False  # attend only to the keys that the sampler's cache held
-    # feed a prompt once for its responses, where the model can; None: on a CPU
-    share_prompts: bool | None = None
+    share_prompts: bool | None = (
+        None  # feed a prompt once for its responses; None: if the model can
+    )
 
     @property
     def has_teacher(self) -> bool:
@@ -134,9 +135,6 @@ class PackedForward:
         model: Transformer, batch: Batch, settings: LearnSettings, ranks: Ranks
     ) -> PackedForward:
         """Return the passes that update a model from a batch."""
-        share_prompts = settings.share_prompts
-        if share_prompts is None:
-            share_prompts = model.device.type == "cpu"
         return PackedForward(
             model,
             batch.samples,
@@ -145,7 +143,7 @@ class PackedForward:
             batch.temperature,
             settings.replay_kv,
             ranks,
-            share_prompts and not settings.replay_kv,
+            settings.share_prompts is not False and not settings.replay_kv,
         )
 
     def run(
