@@ -60,6 +60,7 @@ CLAIMS = (
     Claim("FlashRL", "TIS mends INT4", "int4 tis", "int4 naive"),
     Claim("QuRL, Table 1", "ACR is better than TIS, INT8", "int8 acr", "int8 tis", "53.6 / 51.4"),
     Claim("QuRL, Eq. 9", "ACR is better than TIS, INT4", "int4 acr", "int4 tis"),
+    Claim("QuRL, Eq. 5", "TIS is better than uncapped weights, INT8", "int8 tis", "int8 decoupled"),
     Claim("QuRL, Table 2", "UAQ is better than none", "int8 acr uaq", "int8 acr", "31.3 / 30.6"),
     Claim(
         "QaRL, Table 1",
@@ -80,6 +81,16 @@ CLAIMS = (
     Claim("lowroll", "LoRA learns more from NVFP4 than all weights", "nvfp4 lora", "nvfp4 acr"),
     Claim("lowroll", "INT8 with ACR costs nothing", "bf16", "int8 acr", within=0.03),
     Claim("lowroll", "rotated INT8 costs nothing", "bf16", "int8_rotated acr", within=0.03),
+    Claim("lowroll", "an FP8 learner costs nothing", "bf16", "fp8 learner tis", within=0.03),
+    Claim(
+        "lowroll",
+        "rollouts 4 steps old need weights",
+        "bf16 stale 4 tis",
+        "bf16 stale 4 none",
+    ),
+    Claim("lowroll", "1 step of lag costs nothing", "bf16", "bf16 stale 1 tis", within=0.03),
+    Claim("lowroll", "4 steps with TIS cost nothing", "bf16", "bf16 stale 4 tis", within=0.03),
+    Claim("Liu et al. 2025 (Muon)", "Muon learns more than AdamW at its rate", "bf16 muon", "bf16"),
 )
 LAST = 10  # steps
 HEAD = (

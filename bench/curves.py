@@ -59,21 +59,30 @@ SETTINGS: dict[str, Any] = {
 # learning rate of 1e-6; the steps here are larger, and so are the bounds.
 BANDS: dict[str, Any] = {"eps_low": 0.03, "eps_high": 0.04, "tbpo": {"eps_negative": 0.07}}
 LORA: dict[str, Any] = {"lora": True, "lora_rank": 32, "lora_alpha": 64, "learning_rate": 2e-4}
+FP8_LEARNER: dict[str, Any] = {"forward": "fp8", "backward": "fp8"}
 
 
 def _arm(weights: str, correction: str, **changes: Any) -> dict[str, Any]:
     return {"rollout": {"weights": weights}, "correction": correction, **changes}
 
 
+def _stale(level: int, correction: str, **changes: Any) -> dict[str, Any]:
+    """Return an arm of rollouts that lag exactly `level` steps behind, by processes of their own."""
+    lag = {"max_async_level": level, "strict_async_level": True}
+    return _arm("bf16", correction, launcher="local", asynchrony=lag, **changes)
+
+
 ARMS: dict[str, dict[str, Any]] = {
     "bf16": _arm("bf16", "none"),
     "int8 naive": _arm("int8", "is", force=True),
+    "int8 decoupled": _arm("int8", "decoupled"),
     "int8 tis": _arm("int8", "tis"),
     "int8 acr": _arm("int8", "acr"),
     "int8 acr uaq": _arm("int8", "acr", train={"uaq_scale": 1.5}),
     "int8_rotated acr": _arm("int8_rotated", "acr"),
     "fp8 naive": _arm("fp8", "is", force=True),
     "fp8 acr": _arm("fp8", "acr"),
+    "fp8 learner tis": _arm("fp8", "tis", train=FP8_LEARNER),
     "int4 naive": _arm("int4", "is", force=True),
     "int4 tis": _arm("int4", "tis"),
     "int4 acr": _arm("int4", "acr"),
@@ -83,6 +92,14 @@ ARMS: dict[str, dict[str, Any]] = {
     "bf16 lora": _arm("bf16", "none", train=LORA),
     "nvfp4 lora": _arm("nvfp4", "tis", train=LORA),
     "nvfp4 lora noise": _arm("nvfp4", "acr", train=LORA, noise={}),
+    "bf16 ppo": _arm("bf16", "none", algorithm="ppo"),
+    "bf16 dapo": _arm("bf16", "none", algorithm="dapo"),
+    "bf16 muon": _arm("bf16", "none", train={"optimizer": "muon"}),
+    "bf16 stale 1 tis": _stale(1, "tis"),
+    "bf16 stale 2 tis": _stale(2, "tis"),
+    "bf16 stale 4 tis": _stale(4, "tis"),
+    "bf16 stale 4 naive": _stale(4, "is", force=True),
+    "bf16 stale 4 none": _stale(4, "none", force=True),
 }
 
 CURVES = (

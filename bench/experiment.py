@@ -34,6 +34,7 @@ from bench.harness import RESULTS, OneOf, SomeOf, here, merged, parser_of, say
 from lowroll.checkpoint.atomic_files import write_file
 from lowroll.config import RunConfig, from_mapping
 from lowroll.runs.grpo import run
+from lowroll.runs.roles.devices import VISIBLE, visible
 
 Found = dict[str, Any]
 Runs = Sequence[Mapping[str, Any]]
@@ -211,7 +212,9 @@ def alone(gpu: int, cfg: RunConfig) -> Iterator[None]:
     """Use one thread and one GPU, and print into a file beside the run."""
     torch.set_num_threads(1)
     if cfg.device != "cpu" and torch.cuda.is_available():
+        torch.cuda.init()  # what follows is for the run's own processes
         torch.cuda.set_device(gpu)
+        os.environ[VISIBLE] = visible()[gpu]
     folder = Path(cfg.output_dir)
     with folder.with_name(f"{folder.name}.log").open("w") as log:
         with redirect_stdout(log), redirect_stderr(log):

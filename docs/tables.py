@@ -118,6 +118,10 @@ def algorithms() -> str:
 SEEN = {
     ("a bounded cache (rollout.kv.policy)", "any"): ("sparse", ("rkv capped", "rkv naive")),
     ("dense, an 8-bit cache (rollout.kv.dtype)", "any"): ("sparse", ("fp8 cache",)),
+    ("dense, of earlier weights (asynchrony.max_async_level, partial: keep)", "any"): (
+        "curves",
+        ("bf16 stale 4 tis, later seeds", "bf16 stale 4 none, later seeds"),
+    ),
     ("dense", "any"): ("curves", ("bf16", "bf16 lora")),
     ("low-bit", "aligned"): ("curves", ("int4 aligned tbpo", "int4 naive")),
     ("low-bit", "dense, LoRA on the same base"): ("curves", ("nvfp4 lora",)),

@@ -17,7 +17,14 @@ from bench import claims, curves, subject
 from bench.claims import CLAIMS, Claim
 from bench.experiment import Place, is_whole
 
-CORRECTIONS = {"naive": "is", "tis": "tis", "acr": "acr", "tbpo": "tbpo", "noise": "acr"}
+CORRECTIONS = {
+    "naive": "is",
+    "decoupled": "decoupled",
+    "tis": "tis",
+    "acr": "acr",
+    "tbpo": "tbpo",
+    "noise": "acr",
+}
 LORA_CORRECTIONS = {"bf16 lora": "none", "nvfp4 lora": "tis", "nvfp4 lora noise": "acr"}
 
 
@@ -27,7 +34,15 @@ def test_an_arm_changes_what_its_name_says_and_nothing_else(arm: str, tmp_path: 
     cfg = curves.EXPERIMENT.config(arm, 3, place)
     format, *words = arm.split()
     assert cfg.rollout.weights == format and (cfg.noise is not None) == ("noise" in words)
-    assert (cfg.train.forward == "aligned") == ("aligned" in words)
+    forward = "aligned" if "aligned" in words else "fp8" if "learner" in words else "dense"
+    assert cfg.train.forward == forward and (cfg.train.backward == "fp8") == ("learner" in words)
+    lag = int(words[words.index("stale") + 1]) if "stale" in words else 0
+    assert cfg.asynchrony.max_async_level == lag
+    assert (cfg.asynchrony.strict_async_level, cfg.launcher) == (
+        (True, "local") if lag else (False, "none")
+    )
+    assert cfg.algorithm == ({*words} & {"ppo", "dapo"} or {"grpo"}).pop()
+    assert cfg.train.optimizer == ("muon" if "muon" in words else "adamw")
     assert cfg.train.uaq_scale == (1.5 if "uaq" in words else None)
     assert cfg.train.lora == ("lora" in words)
     wanted = [CORRECTIONS[word] for word in words if word in CORRECTIONS] or ["none"]
