@@ -28,7 +28,7 @@ is first in the next seed. A side says
     {"end": true, "peak_bytes": 3e9, "folder": "x"}  the model that it ends with, as a folder of transformers
 
 `--subject` is a folder to start from without SFT; `--shape` starts from random weights of `bench.shapes`,
-which learn nothing and show the seconds of a step alone. `make trl` installs TRL into .venv-trl. Every
+which show the seconds of a step alone, on the task `reverse-text`. `make trl` installs TRL into .venv-trl. Every
 record of every run is stored in `race.json`, `race-gpu.json` or `race-gpu-SHAPE.json`, of which
 `docs/tables.py` makes tables. A run that stands there is not made again, if it began with the same
 weights, on the same kind of machine, with the same settings and steps.
@@ -108,6 +108,9 @@ SIDES: dict[str, dict[str, Any]] = {
     "lowroll dense": {"rollout": {"weights": "dense"}},
     TRL: {},
 }
+# Random weights earn some of its reward, and not all alike. Without that no response has an advantage,
+# and lowroll's learner leaves out the backward pass of such.
+WITH_RANDOM_WEIGHTS: dict[str, Any] = {"env": [{"id": "reverse-text"}]}
 SAME = ("steps", "settings", "warm_start", "before")  # what runs of one file share
 Run = dict[str, Any]
 
@@ -418,7 +421,9 @@ def main(words: Sequence[str] | None = None) -> int:
     kind = "gpu" if args.device == "cuda" else ""
     path = args.out / f"{'-'.join(filter(None, ('race', kind, args.shape)))}.json"
     with tempfile.TemporaryDirectory() as scratch:
-        place = Place(args.steps, Path(scratch), args.device, json.loads(args.change))
+        task = WITH_RANDOM_WEIGHTS if args.shape else {}
+        change = merged(task, json.loads(args.change))
+        place = Place(args.steps, Path(scratch), args.device, change)
         model = place.folder / "model"
         shared = common(args.device, place.change)
         about = made_here(args.device, steps=args.steps, score=args.score, settings=shared)

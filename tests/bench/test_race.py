@@ -363,19 +363,23 @@ def test_a_peer_that_fails_is_stored_with_the_reason(
 def test_a_race_begins_with_random_weights_of_a_shape(
     subject: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a tokenizer that knows fewer tokens than the shape has."""
+    """With a tokenizer that knows fewer tokens than the shape has, on a task whose reward is a matter
+    of degree."""
     wide = {**race.SHAPES["smollm2-135m"], "hidden_size": 32, "intermediate_size": 64}
     wide |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    wide |= {"vocab_size": 512}
     monkeypatch.setitem(race.SHAPES, "smollm2-135m", wide)
     faked(tmp_path, monkeypatch)
     options = ["--steps", "1", "--device", "cpu", "--out", str(tmp_path), "--model", str(subject)]
-    options += ["--shape", "smollm2-135m", "--peer-rows", "4", "--change", json.dumps(SMALL)]
+    options += ["--shape", "smollm2-135m", "--peer-rows", "4"]
+    options += ["--change", json.dumps({key: SMALL[key] for key in SMALL if key != "env"})]
     assert race.main([*options, "--only", "trl", "lowroll dense"]) == 0
     stored = json.loads((tmp_path / "race-smollm2-135m.json").read_text())
     assert stored["warm_start"]["shape"] == "smollm2-135m"
     assert {one["micro"] for one in stored["trials"]} == {4}
     ours = next(run for run in stored["runs"] if run["variant"] == "lowroll dense")
     assert ours["curves"]["tokens"][1] == 8 * 6
+    assert 0 < ours["curves"]["reward"][1] < 1
 
 
 @pytest.mark.slow
