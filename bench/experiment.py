@@ -142,7 +142,7 @@ class Experiment:
         )
         until = time.time() + args.seconds - (time.monotonic() - began)
         work = partial(self.train, place=place, until=until)
-        for last in side_by_side(work, jobs, args.jobs):
+        for last in side_by_side(work, jobs, args.jobs, until):
             runs = [one for one in runs if key(one) != key(last)]
             beside = {"warm_start": before, "device": about["machine"]["device"]}
             runs.append({**last, "arm": self.arms[last["variant"]], **beside})
@@ -302,17 +302,23 @@ def by_arm(runs: Runs) -> dict[str, list[Mapping[str, Any]]]:
 
 
 def side_by_side(
-    work: Callable[[str, int, int], Found], jobs: Sequence[tuple[str, int]], count: int
+    work: Callable[[str, int, int], Found],
+    jobs: Sequence[tuple[str, int]],
+    count: int,
+    until: float = math.inf,
 ) -> Iterator[Found]:
     """Yield what `work(name, seed, gpu)` returns for every job, as they finish: `count` at a time,
     each in a process of its own, and on the GPU of one that has ended. Raise the first error of a
-    job when the others have ended."""
+    job when the others have ended. until: when no more job begins, and a TimeoutError is said alone.
+    """
     context, gpus = multiprocessing.get_context("spawn"), max(1, torch.cuda.device_count())
     free, left = deque(i % gpus for i in range(count)), deque(jobs)
     gpu_of: dict[Future[Found], int] = {}
     failed: list[BaseException] = []
     with ProcessPoolExecutor(count, mp_context=context, max_tasks_per_child=1) as pool:
         while left or gpu_of:
+            if time.time() >= until:
+                left.clear()
             while left and free:
                 gpu = free.popleft()
                 gpu_of[pool.submit(work, *left.popleft(), gpu)] = gpu
@@ -321,7 +327,7 @@ def side_by_side(
                 if (error := done.exception()) is None:
                     yield done.result()
                 else:
-                    failed.append(error)
+                    failed += [] if isinstance(error, TimeoutError) else [error]
                     say(f"a run failed: {type(error).__name__}: {error}")
     if failed:
         raise failed[0]

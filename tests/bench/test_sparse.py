@@ -178,6 +178,12 @@ def test_a_job_takes_the_gpu_that_is_free(tmp_path: Path, monkeypatch: pytest.Mo
     assert made == [("ends", 1), ("waits", 0)]
 
 
+def test_no_run_begins_after_the_end(tmp_path: Path) -> None:
+    work = partial(waits_or_ends, folder=tmp_path)
+    assert list(experiment.side_by_side(work, [("ends", 1)], 2, until=time.time())) == []
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_run_that_ends_in_time_is_left_alone() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with ending_by(time.time() + 60):
@@ -220,7 +226,7 @@ def test_a_stopped_command_goes_on_where_it_was(
     monkeypatch.setattr(sparse, "HELD_OUT", 4)
     asked: list[tuple[str, int]] = []
 
-    def in_turn(work: Any, jobs: Any, count: int) -> Any:
+    def in_turn(work: Any, jobs: Any, *_: object) -> Any:
         asked.extend(jobs)
         return (work(*job, 0) for job in jobs)
 
