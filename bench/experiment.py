@@ -212,25 +212,30 @@ def alone(gpu: int, cfg: RunConfig) -> Iterator[None]:
     """Use one thread and one GPU, and print into a file beside the run."""
     torch.set_num_threads(1)
     if cfg.device != "cpu" and torch.cuda.is_available():
-        torch.cuda.init()  # what follows is for the run's own processes
+        torch.cuda.init()  # so that the variable is for the run's own processes alone
         torch.cuda.set_device(gpu)
-        os.environ[VISIBLE] = visible()[gpu]
+        if cfg.launcher != "none":
+            os.environ[VISIBLE] = visible()[gpu]
     folder = Path(cfg.output_dir)
     with folder.with_name(f"{folder.name}.log").open("w") as log:
         with redirect_stdout(log), redirect_stderr(log):
             yield
 
 
+class NoStep(Exception):
+    """A run had no step when its time was over."""
+
+
 @contextmanager
 def ending_by(until: float) -> Iterator[None]:
-    """Have the run in this block finish its step and end at a time, as SIGTERM does. TimeoutError
-    for one that has no step then."""
+    """Have the run in this block finish its step and end at a time, as SIGTERM does. NoStep for one
+    that has none then."""
     if until == math.inf:
         yield
         return
 
     def expire(*_: object) -> None:
-        raise TimeoutError("the time was over before the first step")
+        raise NoStep("the time was over before the first step")
 
     before = signal.signal(signal.SIGTERM, expire)  # until the run puts its own in this place
     timer = threading.Timer(until - time.time(), os.kill, (os.getpid(), signal.SIGTERM))
@@ -309,7 +314,7 @@ def side_by_side(
 ) -> Iterator[Found]:
     """Yield what `work(name, seed, gpu)` returns for every job, as they finish: `count` at a time,
     each in a process of its own, and on the GPU of one that has ended. Raise the first error of a
-    job when the others have ended. until: when no more job begins, and a TimeoutError is said alone.
+    job when the others have ended, but not NoStep. until: when no more job begins.
     """
     context, gpus = multiprocessing.get_context("spawn"), max(1, torch.cuda.device_count())
     free, left = deque(i % gpus for i in range(count)), deque(jobs)
@@ -327,7 +332,7 @@ def side_by_side(
                 if (error := done.exception()) is None:
                     yield done.result()
                 else:
-                    failed += [] if isinstance(error, TimeoutError) else [error]
+                    failed += [] if isinstance(error, NoStep) else [error]
                     say(f"a run failed: {type(error).__name__}: {error}")
     if failed:
         raise failed[0]

@@ -118,7 +118,7 @@ def algorithms() -> str:
 SEEN = {
     ("a bounded cache (rollout.kv.policy)", "any"): ("sparse", ("rkv capped", "rkv naive")),
     ("dense, an 8-bit cache (rollout.kv.dtype)", "any"): ("sparse", ("fp8 cache",)),
-    ("dense, of earlier weights (asynchrony.max_async_level, partial: keep)", "any"): (
+    ("dense or with the learner's bits, of earlier weights (asynchrony)", "any"): (
         "curves",
         ("bf16 stale 4 tis, later seeds", "bf16 stale 4 none, later seeds"),
     ),
@@ -350,6 +350,7 @@ def commands() -> str:
 
 ON_GPUS = ("learners", "replicas", "roles")
 ON_REAL = ("fidelity", "fidelity-gpu")  # a table of their own
+OF_GRADIENTS = ("gradients", "gradients-gpu")  # likewise
 ON_GPU = ("decode", "kv", "train", "step", "memory", "server")
 
 
@@ -358,7 +359,7 @@ def measured() -> str:
     paths = [
         path
         for path in sorted((ROOT / "bench" / "baselines").glob("*.json"))
-        if path.stem not in (*ON_GPU, *ON_GPUS, "scale", *ON_REAL)
+        if path.stem not in (*ON_GPU, *ON_GPUS, "scale", *ON_REAL, *OF_GRADIENTS)
     ]
     return (
         "\n".join(_file(path.stem) for path in paths)
@@ -675,6 +676,17 @@ def fidelity() -> str:
 NOT_RUN_HERE = "Nothing of this is stored in bench/baselines/ yet: run `python -m bench.fidelity`."
 
 
+def gradients() -> str:
+    """Return what `python -m bench.gradients` stored, a table a kind of device."""
+    from bench.gradients import HEAD, read_table
+
+    lines = []
+    for record in filter(None, map(_stored, OF_GRADIENTS)):
+        answers = f"{record['settings']['samples']} answers"
+        lines += [f"{_machine(record)}; {answers}.", "", table(HEAD, read_table(record)), ""]
+    return "\n".join(lines) or NOT_RUN_HERE.replace("fidelity", "gradients")
+
+
 def packages() -> str:
     """Return the imports between packages as a drawing, without those that follow from others."""
     arrows = _arrows(ROOT / "lowroll")
@@ -838,6 +850,7 @@ PARTS: dict[str, Callable[[], str]] = {
         race,
         cache_runs,
         fidelity,
+        gradients,
         front,
         packages,
     )

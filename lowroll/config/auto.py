@@ -30,7 +30,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowroll.config.processes import AsynchronyConfig
 from lowroll.config.schema import RunSettings
 from lowroll.quant.table import is_dense
 
@@ -166,11 +165,12 @@ AUTO: tuple[CorrectionRow, ...] = (
         {"rollout": {"engine": "vllm", "weights": "dense"}},
     ),
     CorrectionRow(
-        "dense, of earlier weights (asynchrony.max_async_level, partial: keep)",
+        "dense or with the learner's bits, of earlier weights (asynchrony)",
         "any",
         "tis",
         "tis",
-        "so they are of another policy: without weights, runs four steps behind ended below their start",
+        "so they are of another policy: without weights, two of three runs four steps behind ended "
+        "below their start",
         "QuRL Eq. 5, docs/results.md",
         lambda r: bool(r.stale) and not r.low_bit and not r.noisy,
         {
@@ -330,14 +330,20 @@ def rollouts_of(cfg: RunSettings) -> Rollouts:
         kv_dtype=rollout.cache.kv_dtype,
         replayed=cfg.train.replay_kv,
         engine=rollout.engine,
-        stale=_cause_of_staleness(cfg.asynchrony),
+        stale=_cause_of_staleness(cfg),
     )
 
 
-def _cause_of_staleness(asynchrony: AsynchronyConfig) -> str:
+def _cause_of_staleness(cfg: RunSettings) -> str:
+    """Return the setting by which a group may wait for a later batch; one process has level 0."""
+    asynchrony = cfg.asynchrony
     if asynchrony.max_async_level:
-        return f"asynchrony.max_async_level {asynchrony.max_async_level}"
-    return "asynchrony.partial keep" if asynchrony.partial == "keep" else ""
+        return f"asynchrony.max_async_level {asynchrony.max_async_level}, between processes"
+    filters_groups = cfg.dapo.dynamic_sampling or cfg.buffer.online_difficulty_filtering
+    has_surplus = asynchrony.oversampling_factor > 1 or filters_groups
+    if asynchrony.partial != "none" and has_surplus:
+        return f"asynchrony.partial {asynchrony.partial}"
+    return ""
 
 
 def correction_of(cfg: RunSettings) -> tuple[str, str]:

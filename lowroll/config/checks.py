@@ -320,8 +320,8 @@ def _mismatch_warnings(cfg: RunSettings) -> Iterator[str]:
         )
     if rollouts.stale and correction == "none":
         yield (
-            f"warning: {rollouts.stale} with correction none: rollouts of earlier weights are learnt from as if they "
-            "were the learner's own; runs that did so four steps behind ended below their start (docs/results.md)"
+            f"warning: {rollouts.stale}, with correction none: rollouts of earlier weights are learnt from as if they "
+            "were the learner's own; two of three runs four steps behind ended below their start (docs/results.md)"
         )
     if cfg.train.forward == "aligned" and is_dense(weights):
         yield f"train.forward aligned: {weights} rollouts have no low-bit arithmetic to align with"

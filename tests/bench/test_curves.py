@@ -15,7 +15,7 @@ import pytest
 
 from bench import claims, curves, subject
 from bench.claims import CLAIMS, Claim
-from bench.experiment import Place, is_whole
+from bench.experiment import NoStep, Place, is_whole
 
 CORRECTIONS = {
     "naive": "is",
@@ -192,7 +192,7 @@ def test_the_whole_experiment_runs_at_a_reduced_scale(
     assert set(one["after"]) == {"greedy", "own", "sampled", "pass@8"}
     assert len(one["curves"]["mismatch/kl_k3"]) == 1 and is_whole(one, 1)
     assert not is_whole(one, 2)
-    with pytest.raises(TimeoutError, match="before the first step"):
+    with pytest.raises(NoStep, match="before the first step"):
         make("bf16", 0, 0, place=place, until=time.time())
     cut = make("bf16", 1, 0, place=long, until=time.time() + 20)
     assert 0 < len(cut["curves"]["reward/mean"]) < 10_000 and not is_whole(cut, 10_000)

@@ -1013,7 +1013,8 @@ def test_the_first_row_that_applies(rollouts: Rollouts, expected: str) -> None:
     [
         ({}, False),
         ({"oversampling_factor": 1.5}, False),
-        ({"oversampling_factor": 1.5, "partial": "replay"}, False),
+        ({"partial": "keep"}, False),
+        ({"oversampling_factor": 1.5, "partial": "replay"}, True),
         ({"oversampling_factor": 1.5, "partial": "keep"}, True),
         ({"max_async_level": 4}, True),
     ],
@@ -1028,6 +1029,8 @@ def test_rollouts_of_earlier_weights_are_corrected(
         "asynchrony": asynchrony,
     }
     assert from_mapping(tree).correction == ("tis" if stale else "none")
+    exact = from_mapping({**tree, "rollout": {"weights": "int8", "exact": True}})
+    assert exact.correction == ("tis" if stale else "none")
     plain = from_mapping({**tree, "correction": "none"})
     assert any("earlier weights are learnt from" in note for note in plain.notes) == stale
     weighted = from_mapping({**tree, "correction": "tis"})

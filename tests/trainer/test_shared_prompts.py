@@ -232,7 +232,7 @@ def test_ratios_are_one_until_the_weights_change() -> None:
 
 
 def test_a_prompt_is_fed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default on a CPU; not by a model whose bits are the engine's, nor where a cache is
+    """By default; not by a model whose bits are the engine's, nor where a cache is
     replayed."""
     model = tiny_model()
     batch = make_batch(model, groups=2, size=4)
