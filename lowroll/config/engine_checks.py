@@ -65,7 +65,6 @@ def _learner_bars(cfg: RunSettings) -> tuple[Bar, ...]:
     return (
         ("train.forward", train.forward not in ("dense", "aligned"), "aligned, as it will be"),
         ("train.replay_kv", train.replay_kv, "false: no key is dropped"),
-        ("train.share_prompts", train.share_prompts is True, "null: whole sequences"),
         ("noise", has_unshared_noise, "null, or noise.learner: shared"),
         ("dtype", cfg.dtype == "bfloat16" and cfg.device == "cpu", "float32 on a CPU"),
     )

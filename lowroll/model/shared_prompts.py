@@ -9,6 +9,9 @@ response joins two parts, each with its own log-sum-exp:
 A part's backward pass, given o and lse, has the probabilities exp(s - lse) of the whole softmax (as
 with sinks, `model.flash`), so its gradients are exact and those of both parts add up.
 
+An exact learner (`model.exact`) takes the values of its engine's kernel, over the same keys in the same
+order, and the gradient of these parts.
+
 Legend: `model.flash`.
 """
 
@@ -21,6 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowroll.kernels.batch_invariant import attention as invariant
+from lowroll.kernels.batch_invariant.gradient import with_gradient_of
 from lowroll.model import flash
 from lowroll.model.attention import Attend, AttentionInputs, bounds_of, ranges, upload
 from lowroll.model.spec import ModelSpec
@@ -33,12 +38,15 @@ class PromptGroup(NamedTuple):
     responses: tuple[int, ...]
 
 
-def obstacle(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str:
-    """Return why `grouped` is not the attention of such a model, or an empty string."""
+def obstacle(spec: ModelSpec, device: torch.device, dtype: torch.dtype, exact: bool = False) -> str:
+    """Return why `grouped`, or `exact_grouped`, is not the attention of such a model, or an empty
+    string."""
     if spec.delta is not None:
         return "recurrent layers have one state a sequence"
     if any(spec.windows):
         return "windows count from each response's own tokens"
+    if device.type == "cuda" and exact:
+        return "an exact learner on a GPU has the engine's attention for whole sequences alone"
     if device.type == "cuda" and not flash.flashes(dtype, spec.head_dim):
         return f"flash attention takes no heads of {spec.head_dim} in {dtype}"
     return ""
@@ -80,6 +88,42 @@ def grouped(groups: Sequence[PromptGroup], device: torch.device | str = "cpu") -
 
 
 Rows = slice | Tensor | tuple[None, slice]  # the last: as a batch of one sequence
+
+
+def exact_grouped(groups: Sequence[PromptGroup]) -> Attend:
+    """Return `grouped` on a CPU, with its gradient, where a query's bits depend on it and its keys
+    alone."""
+    plain_attention = grouped(groups)
+    invariant_attention = invariant.listed(*_listed(groups))
+
+    def attend(layer: int, inputs: AttentionInputs) -> Tensor:
+        def plain(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+            return plain_attention(layer, AttentionInputs(q_THd, k_TGd, v_TGd))
+
+        o_THd = with_gradient_of(plain, invariant_attention, *inputs[:3])
+        assert isinstance(o_THd, Tensor)
+        return o_THd
+
+    return attend
+
+
+def _listed(groups: Sequence[PromptGroup]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tokens of each whole sequence, and for each query where its own begin and how many
+    it sees."""
+    sequences: list[tuple[int, int]] = []  # (start, size) of prompts and responses in turn
+    queries: list[tuple[int, int, int]] = []  # (start of its sequence, first length, count)
+    start = 0
+    for place in _places(groups):
+        prompt, at = place.group.prompt, place.first_response
+        queries.append((start, 1, prompt))  # the prompt is in front of the first response, too
+        for length in place.group.responses:
+            sequences += [(place.start, prompt), (at, length)]
+            queries.append((start, prompt + 1, length))
+            start, at = start + prompt + length, at + length
+    starts, _, counts = torch.tensor(queries, dtype=torch.int64).unbind(1)
+    lengths_T = ranges([(first, count) for _, first, count in queries])
+    starts_T = starts.repeat_interleave(counts)
+    return ranges(sequences).int(), starts_T.int(), lengths_T.int()
 
 
 class _Part(NamedTuple):

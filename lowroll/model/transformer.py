@@ -419,11 +419,12 @@ class Transformer(nn.Module):
 
     @property
     def can_share_prompts(self) -> bool:
-        """Whether `causal_in_groups` has the model's attention; not with the bits of an engine's
-        kernels."""
-        return not self.exact and not shared_prompts.obstacle(self.spec, self.device, self.dtype)
+        """Whether `causal_in_groups` has the model's attention."""
+        return not shared_prompts.obstacle(self.spec, self.device, self.dtype, self.exact)
 
     def causal_in_groups(self, groups: Sequence[PromptGroup]) -> Attend:
+        if self.exact:
+            return shared_prompts.exact_grouped(groups)
         return shared_prompts.grouped(groups, self.device)
 
     @property

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowroll.kernels.batch_invariant import rows
 from lowroll.model import hf, lora
 from lowroll.model.attention import AttentionInputs, varlen
 from lowroll.model.shared_prompts import PromptGroup, grouped
@@ -23,6 +24,7 @@ from lowroll.trainer.packing import PackedBatch, collate, num_fed_together, pack
 from lowroll.trainer.step import PackedForward, learn
 from lowroll.types import Batch, Sample
 from lowroll.weights.aligned_forward import align, refresh
+from tests.fixtures.exact import CPU, exact_model
 from tests.fixtures.learner import Probe, make_batch, settings, tiny_model
 from tests.fixtures.samples import sample
 from tests.fixtures.tiny import FAMILIES, hf_folder
@@ -232,8 +234,7 @@ def test_ratios_are_one_until_the_weights_change() -> None:
 
 
 def test_a_prompt_is_fed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default; not by a model whose bits are the engine's, nor where a cache is
-    replayed."""
+    """By default; not where a cache is replayed."""
     model = tiny_model()
     batch = make_batch(model, groups=2, size=4)
     fed: list[int] = []
@@ -254,7 +255,57 @@ def test_a_prompt_is_fed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tokens() == sum(prompts.values()) + responses
     whole = sum(len(one.prompt_ids) for one in batch.samples) + responses
     assert tokens(share_prompts=False) == tokens(replay_kv=True) == whole
-    assert not model.be_exact().can_share_prompts
+
+
+EXACT = pytest.mark.skipif(
+    not rows.supports_device(CPU), reason="needs a CPU with AVX2 and a C++ compiler"
+)
+
+
+@EXACT
+@pytest.mark.parametrize(
+    ("format", "adapter"),
+    [("fp32", False), ("int8_rotated", True), ("mixed", True), ("int4", False), ("nvfp4", True)],
+)
+@pytest.mark.parametrize(
+    "family", ["qwen3", "llama-biases", "qwen2-tied", "qwen3-moe", "deepseek-v2"]
+)
+def test_an_exact_learner_shares_prompts_with_the_same_bits(
+    family: str, format: str, adapter: bool, tmp_path: Path
+) -> None:
+    """Also where a block of 64 keys begins in the prompt and ends in a response."""
+    heads = 2 if family == "deepseek-v2" else 1
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": heads, "head_dim": 16}
+    folder = hf_folder(tmp_path / "m", family, **sizes)
+    model = exact_model(folder, format, adapter)
+    rng = random.Random(0)
+
+    def ids(count: int) -> list[int]:
+        return [rng.randrange(2, model.spec.vocab_size) for _ in range(count)]
+
+    groups = [(ids(prompt), [ids(n) for n in (1, 2, 30, 70)]) for prompt in (1, 5, 50, 64, 90)]
+    samples = [
+        sample(prompt, response, [0.0] * len(response), [1] * len(response), 1.0, group)
+        for group, (prompt, responses) in enumerate(groups)
+        for response in responses
+    ]
+    assert model.can_share_prompts
+
+    def log_probs(share: bool, capacity: int) -> list[Tensor]:
+        forward = PackedForward(model, samples, capacity, 32, share_prompts=share)
+        found = forward.run([range(len(samples))]).log_probs
+        return [found[i] for i in range(len(samples))]
+
+    whole = log_probs(False, 200)
+    for capacity in (200, 4096):
+        assert all(map(torch.equal, log_probs(True, capacity), whole))
+
+
+@EXACT
+def test_an_exact_learner_learns_the_same(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path / "m", "qwen3", head_dim=16)
+    batch = make_batch(exact_model(folder, "int8", True), groups=5, size=4)
+    assert_same_update(lambda: exact_model(folder, "int8", True), batch, within=1e-3)
 
 
 def test_temperatures_are_not_mixed() -> None:

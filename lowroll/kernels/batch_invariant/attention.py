@@ -22,7 +22,9 @@ def packed(lengths_S: Tensor, tokens: int) -> Causal:
     int32, `tokens` in all."""
     starts_S = (lengths_S.cumsum(0) - lengths_S).int()
     if not triton_supports(lengths_S):
-        return _packed_on_cpu(lengths_S, starts_S)
+        starts_T = starts_S.repeat_interleave(lengths_S)
+        seen = [torch.arange(1, n + 1, dtype=torch.int32) for n in lengths_S.tolist()]
+        return listed(torch.arange(tokens, dtype=torch.int32), starts_T, torch.cat(seen))
 
     @cache
     def tiles(queries: int) -> tiled.QueryTiles:
@@ -37,16 +39,15 @@ def packed(lengths_S: Tensor, tokens: int) -> Causal:
     return attend
 
 
-def _packed_on_cpu(lengths_S: Tensor, starts_S: Tensor) -> Causal:
-    # pages of one token
-    table_T1 = torch.arange(int(lengths_S.sum()), dtype=torch.int32)[:, None]
-    starts_T = starts_S.repeat_interleave(lengths_S)
-    lengths_T = torch.cat([torch.arange(1, n + 1, dtype=torch.int32) for n in lengths_S.tolist()])
+def listed(tokens_L: Tensor, starts_T: Tensor, lengths_T: Tensor) -> Causal:
+    """Return attention on a CPU of queries over the keys of listed tokens, without a gradient: query
+    t sees `lengths_T[t]` of them from `starts_T[t]` on. All int32."""
+    table_L1 = tokens_L[:, None]  # pages of one token, in rows that overlap
 
     def attend(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         keys_T1Gd, values_T1Gd = (x_TGd.contiguous()[:, None] for x_TGd in (k_TGd, v_TGd))
         scale = q_THd.shape[-1] ** -0.5
-        return avx2.attend(q_THd, keys_T1Gd, values_T1Gd, table_T1, starts_T, lengths_T, scale)
+        return avx2.attend(q_THd, keys_T1Gd, values_T1Gd, table_L1, starts_T, lengths_T, scale)
 
     return attend
 

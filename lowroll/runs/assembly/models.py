@@ -179,7 +179,8 @@ def refuse_backward(cfg: RunConfig, compute: Compute, spec: ModelSpec) -> None:
 def refuse_sharing(cfg: RunConfig, compute: Compute, spec: ModelSpec) -> None:
     if not cfg.train.share_prompts:
         return
-    if why := shared_prompts.obstacle(spec, compute.device, compute.dtype):
+    is_exact = exactness.of_learner(cfg, compute, spec)
+    if why := shared_prompts.obstacle(spec, compute.device, compute.dtype, is_exact):
         raise ValueError(
             f"train.share_prompts: {spec.architecture} reads whole sequences: {why}; write null"
         )
