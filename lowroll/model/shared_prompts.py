@@ -90,11 +90,10 @@ def grouped(groups: Sequence[PromptGroup], device: torch.device | str = "cpu") -
 Rows = slice | Tensor | tuple[None, slice]  # the last: as a batch of one sequence
 
 
-def exact_grouped(groups: Sequence[PromptGroup]) -> Attend:
-    """Return `grouped` on a CPU, with its gradient, where a query's bits depend on it and its keys
-    alone."""
-    plain_attention = grouped(groups)
-    invariant_attention = invariant.listed(*_listed(groups))
+def exact_grouped(groups: Sequence[PromptGroup], device: torch.device | str = "cpu") -> Attend:
+    """Return `grouped`, with its gradient, where a query's bits depend on it and its keys alone."""
+    plain_attention = grouped(groups, device)
+    invariant_attention = _listed(groups, device)
 
     def attend(layer: int, inputs: AttentionInputs) -> Tensor:
         def plain(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
@@ -107,23 +106,23 @@ def exact_grouped(groups: Sequence[PromptGroup]) -> Attend:
     return attend
 
 
-def _listed(groups: Sequence[PromptGroup]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens of each whole sequence, and for each query where its own begin and how many
-    it sees."""
+def _listed(groups: Sequence[PromptGroup], device: torch.device | str) -> invariant.Causal:
+    """Return the engine's attention of each prompt and response over the list of its sequence."""
     sequences: list[tuple[int, int]] = []  # (start, size) of prompts and responses in turn
-    queries: list[tuple[int, int, int]] = []  # (start of its sequence, first length, count)
+    pieces: list[tuple[int, int, int]] = []  # queries, keys before them, start of the sequence
     start = 0
     for place in _places(groups):
         prompt, at = place.group.prompt, place.first_response
-        queries.append((start, 1, prompt))  # the prompt is in front of the first response, too
+        pieces.append((prompt, 0, start))  # the prompt is in front of the first response, too
         for length in place.group.responses:
             sequences += [(place.start, prompt), (at, length)]
-            queries.append((start, prompt + 1, length))
+            pieces.append((length, prompt, start))
             start, at = start + prompt + length, at + length
-    starts, _, counts = torch.tensor(queries, dtype=torch.int64).unbind(1)
-    lengths_T = ranges([(first, count) for _, first, count in queries])
-    starts_T = starts.repeat_interleave(counts)
-    return ranges(sequences).int(), starts_T.int(), lengths_T.int()
+    fed = torch.tensor([piece for piece in pieces if piece[0]], dtype=torch.int32)
+    lengths_S, before_S, starts_S = upload(fed.T.contiguous(), device)
+    tokens_L = upload(ranges(sequences).int(), device)
+    tokens = sum(length for length, _, _ in pieces)
+    return invariant.listed(tokens_L, lengths_S, before_S, starts_S, tokens)
 
 
 class _Part(NamedTuple):

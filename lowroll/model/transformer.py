@@ -424,7 +424,7 @@ class Transformer(nn.Module):
 
     def causal_in_groups(self, groups: Sequence[PromptGroup]) -> Attend:
         if self.exact:
-            return shared_prompts.exact_grouped(groups)
+            return shared_prompts.exact_grouped(groups, self.device)
         return shared_prompts.grouped(groups, self.device)
 
     @property

@@ -22,9 +22,8 @@ def packed(lengths_S: Tensor, tokens: int) -> Causal:
     int32, `tokens` in all."""
     starts_S = (lengths_S.cumsum(0) - lengths_S).int()
     if not triton_supports(lengths_S):
-        starts_T = starts_S.repeat_interleave(lengths_S)
-        seen = [torch.arange(1, n + 1, dtype=torch.int32) for n in lengths_S.tolist()]
-        return listed(torch.arange(tokens, dtype=torch.int32), starts_T, torch.cat(seen))
+        every_T = torch.arange(tokens, dtype=torch.int32)
+        return listed(every_T, lengths_S, torch.zeros_like(lengths_S), starts_S, tokens)
 
     @cache
     def tiles(queries: int) -> tiled.QueryTiles:
@@ -39,15 +38,26 @@ def packed(lengths_S: Tensor, tokens: int) -> Causal:
     return attend
 
 
-def listed(tokens_L: Tensor, starts_T: Tensor, lengths_T: Tensor) -> Causal:
-    """Return attention on a CPU of queries over the keys of listed tokens, without a gradient: query
-    t sees `lengths_T[t]` of them from `starts_T[t]` on. All int32."""
+def listed(
+    tokens_L: Tensor, lengths_S: Tensor, before_S: Tensor, starts_S: Tensor, tokens: int
+) -> Causal:
+    """Return causal attention of packed pieces over the keys of listed tokens, without a gradient or
+    a wait.
+
+    tokens_L: the tokens of sequences, one after the other, some of them several times. lengths_S:
+    queries of a piece, `tokens` in all. before_S: keys before its first query. starts_S: where the
+    piece's sequence begins in tokens_L. All int32.
+    """
     table_L1 = tokens_L[:, None]  # pages of one token, in rows that overlap
+    attention: Causal | None = None  # of all layers
 
     def attend(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+        nonlocal attention
         keys_T1Gd, values_T1Gd = (x_TGd.contiguous()[:, None] for x_TGd in (k_TGd, v_TGd))
-        scale = q_THd.shape[-1] ** -0.5
-        return avx2.attend(q_THd, keys_T1Gd, values_T1Gd, table_L1, starts_T, lengths_T, scale)
+        if attention is None:
+            heads = q_THd.shape[1]
+            attention = paged(keys_T1Gd, table_L1, lengths_S, before_S, tokens, heads, starts_S)
+        return attention(q_THd, keys_T1Gd, values_T1Gd)
 
     return attend
 
@@ -59,26 +69,28 @@ def paged(
     before_S: Tensor,
     tokens: int,
     heads: int,
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    rows_S: Tensor | None = None,
+) -> Causal:
     """Return attention (q, keys, values) -> o over pages, without a wait.
 
     keys_pPGd: any layer's. lengths_S: queries, `tokens` in all. before_S: keys before the first.
-    All int32.
+    rows_S: of the table; None: one a sequence. All int32.
     """
+    if rows_S is None:
+        rows_S = torch.arange(len(lengths_S), dtype=torch.int32, device=lengths_S.device)
     if triton_supports(keys_pPGd):
         kv_heads, d = keys_pPGd.shape[2:]
         queries = tiled.queries_of(heads, kv_heads, d, keys_pPGd.element_size())
-        rows_S = torch.arange(len(lengths_S), dtype=torch.int32, device=lengths_S.device)
         max_tiles = -(-tokens // queries) + len(lengths_S)
         tiles = tiled.tile(lengths_S, before_S, rows_S, queries, max_tiles)
         return lambda q, keys, values: tiled.attend(
             q, keys, values, table_SN, tiles, q.shape[-1] ** -0.5
         )
-    sequences_T = torch.arange(len(lengths_S), dtype=torch.int32).repeat_interleave(lengths_S)
+    rows_T = rows_S.repeat_interleave(lengths_S)
     spans = zip(before_S.tolist(), lengths_S.tolist(), strict=True)
     lengths_T = torch.cat([torch.arange(b + 1, b + n + 1, dtype=torch.int32) for b, n in spans])
     return lambda q, keys, values: avx2.attend(
-        q, keys, values, table_SN, sequences_T, lengths_T, q.shape[-1] ** -0.5
+        q, keys, values, table_SN, rows_T, lengths_T, q.shape[-1] ** -0.5
     )
 
 
