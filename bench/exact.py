@@ -2,7 +2,8 @@
 
     speed   a run with it and one without, in turns in one process; a ratio is of tokens a second
             rollouts of an RL step (`bench.work`), prompts of one token each, one GRPO update of 16 sequences
-            of 128 tokens (on a GPU 64 of 512), and a step: those sequences generated and learnt from
+            of 128 tokens (on a GPU 64 of 512), eight of each prompt, and a step: those sequences generated
+            and learnt from
     bits    a run of --steps steps: in how many of them what was recorded is, bit for bit, what the learner
             computes. Prompts are read in pieces, rows wait for room, and micro-batches are small, so that
             few tokens have the same neighbours on both sides
@@ -111,9 +112,10 @@ class Side:
             max_batch=max(work.batch for work in sizes.rollouts),
         )
         self.ours = Ours(engine)
-        length = step.prompt_tokens + step.new_tokens
+        length, prompt = step.prompt_tokens + step.new_tokens, step.prompt_tokens
         ids = random_ids(self.model.spec.vocab_size, step.batch, length)
-        self.batch = batch_of(ids.tolist(), step.prompt_tokens, format, group=4)
+        ids[:, :prompt] = ids[:: step.copies, :prompt].repeat_interleave(step.copies, 0)
+        self.batch = batch_of(ids.tolist(), prompt, format, group=step.copies)
 
     def update(self) -> None:
         learn(self.model, self.batch, self.optimizer, self.settings)
