@@ -141,17 +141,20 @@ def inverse(order_T: Tensor) -> Tensor:
 
 def exact_varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend:
     """Return `varlen`, with its gradient, where a query's bits depend on it and its keys alone."""
-    plain_attention = varlen(lengths, device)
     lengths_S = upload(torch.tensor(lengths, dtype=torch.int32), device)
-    invariant_attention = invariant.packed(lengths_S, sum(lengths))
+    return exactly(invariant.packed(lengths_S, sum(lengths)), varlen(lengths, device))
+
+
+def exactly(values: invariant.Causal, gradient: Attend) -> Attend:
+    """Return attention with the values of one function and the gradient of another."""
 
     def attend(layer: int, inputs: AttentionInputs) -> Tensor:
         assert inputs.sinks_H is None, "an exact model has no sinks"
 
         def plain(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-            return plain_attention(layer, AttentionInputs(q_THd, k_TGd, v_TGd))
+            return gradient(layer, AttentionInputs(q_THd, k_TGd, v_TGd))
 
-        o_THd = with_gradient_of(plain, invariant_attention, *inputs[:3])
+        o_THd = with_gradient_of(plain, values, *inputs[:3])
         assert isinstance(o_THd, Tensor)
         return o_THd
 

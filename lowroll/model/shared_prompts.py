@@ -25,9 +25,15 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.batch_invariant import attention as invariant
-from lowroll.kernels.batch_invariant.gradient import with_gradient_of
 from lowroll.model import flash
-from lowroll.model.attention import Attend, AttentionInputs, bounds_of, ranges, upload
+from lowroll.model.attention import (
+    Attend,
+    AttentionInputs,
+    bounds_of,
+    exactly,
+    ranges,
+    upload,
+)
 from lowroll.model.spec import ModelSpec
 
 
@@ -87,23 +93,9 @@ def grouped(groups: Sequence[PromptGroup], device: torch.device | str = "cpu") -
     return attend
 
 
-Rows = slice | Tensor | tuple[None, slice]  # the last: as a batch of one sequence
-
-
 def exact_grouped(groups: Sequence[PromptGroup], device: torch.device | str = "cpu") -> Attend:
     """Return `grouped`, with its gradient, where a query's bits depend on it and its keys alone."""
-    plain_attention = grouped(groups, device)
-    invariant_attention = _listed(groups, device)
-
-    def attend(layer: int, inputs: AttentionInputs) -> Tensor:
-        def plain(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-            return plain_attention(layer, AttentionInputs(q_THd, k_TGd, v_TGd))
-
-        o_THd = with_gradient_of(plain, invariant_attention, *inputs[:3])
-        assert isinstance(o_THd, Tensor)
-        return o_THd
-
-    return attend
+    return exactly(_listed(groups, device), grouped(groups, device))
 
 
 def _listed(groups: Sequence[PromptGroup], device: torch.device | str) -> invariant.Causal:
@@ -123,6 +115,9 @@ def _listed(groups: Sequence[PromptGroup], device: torch.device | str) -> invari
     tokens_L = upload(ranges(sequences).int(), device)
     tokens = sum(length for length, _, _ in pieces)
     return invariant.listed(tokens_L, lengths_S, before_S, starts_S, tokens)
+
+
+Rows = slice | Tensor | tuple[None, slice]  # the last: as a batch of one sequence
 
 
 class _Part(NamedTuple):
