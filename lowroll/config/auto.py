@@ -335,7 +335,7 @@ def rollouts_of(cfg: RunSettings) -> Rollouts:
 
 
 def _cause_of_staleness(cfg: RunSettings) -> str:
-    """Return the setting by which a group may wait for a later batch; one process has level 0."""
+    """Return the setting by which a group may wait for a later batch."""
     asynchrony = cfg.asynchrony
     if asynchrony.max_async_level:
         return f"asynchrony.max_async_level {asynchrony.max_async_level}, between processes"

@@ -9,8 +9,7 @@ response joins two parts, each with its own log-sum-exp:
 A part's backward pass, given o and lse, has the probabilities exp(s - lse) of the whole softmax (as
 with sinks, `model.flash`), so its gradients are exact and those of both parts add up.
 
-An exact learner (`model.exact`) takes the values of its engine's kernel, over the same keys in the same
-order, and the gradient of these parts.
+Exact learners (`model.exact`) take the engine's values and the gradient of these parts.
 
 Legend: `model.flash`.
 """
@@ -45,8 +44,7 @@ class PromptGroup(NamedTuple):
 
 
 def obstacle(spec: ModelSpec, device: torch.device, dtype: torch.dtype, exact: bool = False) -> str:
-    """Return why `grouped`, or `exact_grouped`, is not the attention of such a model, or an empty
-    string."""
+    """Return why such a model cannot share prompts, or an empty string."""
     if spec.delta is not None:
         return "recurrent layers have one state a sequence"
     if any(spec.windows):
@@ -94,12 +92,12 @@ def grouped(groups: Sequence[PromptGroup], device: torch.device | str = "cpu") -
 
 
 def exact_grouped(groups: Sequence[PromptGroup], device: torch.device | str = "cpu") -> Attend:
-    """Return `grouped`, with its gradient, where a query's bits depend on it and its keys alone."""
+    """Return `grouped` with the engine's bits."""
     return exactly(_listed(groups, device), grouped(groups, device))
 
 
 def _listed(groups: Sequence[PromptGroup], device: torch.device | str) -> invariant.Causal:
-    """Return the engine's attention of each prompt and response over the list of its sequence."""
+    """Return attention of prompts and responses over lists of whole sequences."""
     sequences: list[tuple[int, int]] = []  # (start, size) of prompts and responses in turn
     pieces: list[tuple[int, int, int]] = []  # queries, keys before them, start of the sequence
     start = 0

@@ -44,9 +44,8 @@ def listed(
     """Return causal attention of packed pieces over the keys of listed tokens, without a gradient or
     a wait.
 
-    tokens_L: the tokens of sequences, one after the other, some of them several times. lengths_S:
-    queries of a piece, `tokens` in all. before_S: keys before its first query. starts_S: where the
-    piece's sequence begins in tokens_L. All int32.
+    tokens_L: the tokens of one sequence after the other. lengths_S: queries, `tokens` in all.
+    before_S: keys before the first. starts_S: of a piece's sequence in tokens_L. All int32.
     """
     table_L1 = tokens_L[:, None]  # pages of one token, in rows that overlap
     attention: Causal | None = None  # of all layers
