@@ -49,7 +49,7 @@ class Rollouts:
     replayed: bool = False  # the learner attends only to keys in the rollouts' cache
     engine: str = "native"
     exact: bool = False  # the learner computes their log-probs bit for bit
-    stale: str = ""  # the setting by which they come from earlier weights
+    stale: str = ""  # the setting that makes them old
 
     @property
     def low_bit(self) -> bool:

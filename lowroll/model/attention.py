@@ -146,7 +146,7 @@ def exact_varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> 
 
 
 def exactly(values: invariant.Causal, gradient: Attend) -> Attend:
-    """Return attention with the values of one function and the gradient of another."""
+    """Join the values of one attention with the gradient of another."""
 
     def attend(layer: int, inputs: AttentionInputs) -> Tensor:
         assert inputs.sinks_H is None, "an exact model has no sinks"

@@ -9,7 +9,7 @@ response joins two parts, each with its own log-sum-exp:
 A part's backward pass, given o and lse, has the probabilities exp(s - lse) of the whole softmax (as
 with sinks, `model.flash`), so its gradients are exact and those of both parts add up.
 
-Exact learners (`model.exact`) take the engine's values and the gradient of these parts.
+Exact learners take the engine's values and the gradient of these parts.
 
 Legend: `model.flash`.
 """

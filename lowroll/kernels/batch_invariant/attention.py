@@ -41,14 +41,13 @@ def packed(lengths_S: Tensor, tokens: int) -> Causal:
 def listed(
     tokens_L: Tensor, lengths_S: Tensor, before_S: Tensor, starts_S: Tensor, tokens: int
 ) -> Causal:
-    """Return causal attention of packed pieces over the keys of listed tokens, without a gradient or
-    a wait.
+    """Return causal attention of packed pieces over the keys of listed tokens.
 
     tokens_L: the tokens of one sequence after the other. lengths_S: queries, `tokens` in all.
     before_S: keys before the first. starts_S: of a piece's sequence in tokens_L. All int32.
     """
     table_L1 = tokens_L[:, None]  # pages of one token, in rows that overlap
-    attention: Causal | None = None  # of all layers
+    attention: Causal | None = None
 
     def attend(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         nonlocal attention
@@ -73,7 +72,7 @@ def paged(
     """Return attention (q, keys, values) -> o over pages, without a wait.
 
     keys_pPGd: any layer's. lengths_S: queries, `tokens` in all. before_S: keys before the first.
-    rows_S: of the table; None: one a sequence. All int32.
+    rows_S: of the table, in order by default. All int32.
     """
     if rows_S is None:
         rows_S = torch.arange(len(lengths_S), dtype=torch.int32, device=lengths_S.device)
