@@ -84,7 +84,7 @@ class LearnSettings:
     kl_estimator: str = "k3"
     logprob_chunk: int = 1024  # tokens whose logits exist at once
     replay_kv: bool = False  # attend only to the keys that the sampler's cache held
-    # feed a prompt once for its responses; None: where the model can
+    # feed a prompt once for its responses; None: if possible
     share_prompts: bool | None = None
 
     @property
