@@ -331,9 +331,10 @@ def side_by_side(
                 free.append(gpu_of.pop(done))
                 if (error := done.exception()) is None:
                     yield done.result()
-                else:
-                    failed += [] if isinstance(error, NoStep) else [error]
-                    say(f"a run failed: {type(error).__name__}: {error}")
+                    continue
+                say(f"a run failed: {type(error).__name__}: {error}")
+                if not isinstance(error, NoStep):
+                    failed.append(error)
     if failed:
         raise failed[0]
 

@@ -45,6 +45,7 @@ from bench.harness import (
     Results,
     Row,
     SomeOf,
+    columns_of,
     interleave,
     parser_of,
     print_table,
@@ -432,10 +433,7 @@ def rows_of(
 
 def read_table(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return the stored rows as lines of `HEAD`, a way a line, in the order of `WAYS`."""
-    found: dict[str, dict[str, float]] = {}
-    for row in record["rows"]:
-        name, column = row["name"].rsplit(": ", 1)
-        found.setdefault(name, {})[column] = row["ours"]
+    found = columns_of(record)
     order = [*WAYS]
     places = {name: order.index(way) for name in found if (way := name.split(" ", 1)[1]) in order}
     names = sorted(found, key=lambda name: (name.split(" ")[0], places.get(name, len(order))))

@@ -34,6 +34,7 @@ from bench.harness import (
     Results,
     Row,
     SomeOf,
+    columns_of,
     parser_of,
     print_table,
     released,
@@ -150,10 +151,7 @@ def drawn(folder: Path, device: torch.device, count: int) -> list[Sample]:
 
 def read_table(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return the stored rows as lines of `HEAD`, in the order of `LEARNERS`."""
-    found: dict[str, dict[str, float]] = {}
-    for row in record["rows"]:
-        name, column = row["name"].split(" ", 1)[1].rsplit(": ", 1)
-        found.setdefault(name, {})[column] = row["ours"]
+    found = {name.split(" ", 1)[1]: values for name, values in columns_of(record).items()}
     return [
         (name, *(format(found[name][column], form) for column, form in COLUMNS.items()))
         for name in LEARNERS

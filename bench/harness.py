@@ -385,6 +385,15 @@ def read_row(stored: Mapping[str, Any]) -> Row:
     return Row(**{**stored, "spread": None if spread is None else tuple(spread)})
 
 
+def columns_of(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return our values of a stored record by the two parts of their rows' names, `NAME: COLUMN`."""
+    found: dict[str, dict[str, float]] = {}
+    for row in record["rows"]:
+        name, column = row["name"].rsplit(": ", 1)
+        found.setdefault(name, {})[column] = row["ours"]
+    return found
+
+
 def show(title: str, rows: list[Row]) -> bool:
     """Print the rows as a table; tell if every row reached what it must."""
     cells = []

@@ -13,6 +13,7 @@ from lowroll.trainer.optim import OptimSettings
 from lowroll.trainer.step import learn
 from tests.fixtures.exact import exact_model
 from tests.fixtures.learner import Probe, make_batch, settings, tiny_model
+from tests.fixtures.prompt_groups import alone
 from tests.fixtures.tiny import hf_folder
 
 pytestmark = pytest.mark.gpu
@@ -44,19 +45,13 @@ def test_an_exact_models_states_keep_their_bits(dtype: torch.dtype, tmp_path: Pa
     folder = hf_folder(tmp_path / "m", "qwen3", head_dim=64)
     model = exact_model(folder, "int8_rotated", True, "cuda", dtype)
     groups = [PromptGroup(5, (3, 70)), PromptGroup(200, (90, 1)), PromptGroup(256, (2, 30))]
-    rows, lengths, start = [], [], 0
-    for prompt, responses in groups:
-        prompt_rows, start = range(start, start + prompt), start + prompt
-        for fed in responses:
-            rows += [*prompt_rows, *range(start, start + fed)]
-            lengths.append(prompt + fed)
-            start += fed
-    ids = torch.arange(start, device="cuda") * 7 % model.spec.vocab_size
-    ends = [sum(group.responses) + group.prompt for group in groups]
+    rows, lengths = alone(groups)
+    tokens = max(rows) + 1
+    ids = torch.arange(tokens, device="cuda") * 7 % model.spec.vocab_size
     positions = torch.cat(
         [torch.cat([torch.arange(p), *(torch.arange(p, p + n) for n in r)]) for p, r in groups]
     ).to("cuda")
-    assert len(positions) == sum(ends) == start
+    assert len(positions) == tokens
     with torch.no_grad():
         shared = model(ids, positions, model.causal_in_groups(groups))
         whole = model(ids[rows], positions[rows], model.causal(lengths))

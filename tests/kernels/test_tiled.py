@@ -18,6 +18,7 @@ from lowroll.model.attention import AttentionInputs
 from lowroll.model.logprobs import token_log_probs
 from lowroll.model.shared_prompts import PromptGroup, exact_grouped
 from tests.fixtures.exact import check, exact_model
+from tests.fixtures.prompt_groups import alone
 from tests.fixtures.tiny import hf_folder
 
 pytestmark = pytest.mark.interpreted
@@ -86,15 +87,10 @@ def test_a_query_has_the_same_bits_however_it_comes(
 def test_a_response_sees_its_prompt_with_the_bits_of_a_whole_sequence() -> None:
     """Also where a share of 256 keys begins in the prompt and ends in the response."""
     groups = [PromptGroup(5, (3, 0, 70)), PromptGroup(200, (90, 1)), PromptGroup(256, (2, 30))]
-    rows, lengths, start = [], [], 0
-    for prompt, responses in groups:
-        prompt_rows, start = range(start, start + prompt), start + prompt
-        for fed in responses:
-            rows += [*prompt_rows, *range(start, start + fed)]
-            lengths.append(prompt + fed)
-            start += fed
+    rows, lengths = alone(groups)
+    tokens = max(rows) + 1
     g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(start, heads, 16, generator=g) for heads in (4, 2, 2))
+    q, k, v = (torch.randn(tokens, heads, 16, generator=g) for heads in (4, 2, 2))
     shared = exact_grouped(groups)(0, AttentionInputs(q, k, v))
     sizes = torch.tensor(lengths, dtype=torch.int32)
     whole = invariant.packed(sizes, len(rows))(q[rows], k[rows], v[rows])

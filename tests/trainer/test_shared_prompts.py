@@ -26,6 +26,7 @@ from lowroll.types import Batch, Sample
 from lowroll.weights.aligned_forward import align, refresh
 from tests.fixtures.exact import CPU, exact_model
 from tests.fixtures.learner import Probe, make_batch, settings, tiny_model
+from tests.fixtures.prompt_groups import alone
 from tests.fixtures.samples import sample
 from tests.fixtures.tiny import FAMILIES, hf_folder
 
@@ -34,19 +35,6 @@ def random_group(rng: random.Random) -> PromptGroup:
     return PromptGroup(
         rng.randint(1, 9), tuple(rng.choice([0, 1, 7]) for _ in range(rng.randint(1, 4)))
     )
-
-
-def alone(groups: list[PromptGroup]) -> tuple[list[int], list[int]]:
-    """Return the rows of each sequence with its own prompt, one after the other, and their lengths."""
-    rows: list[int] = []
-    lengths, start = [], 0
-    for prompt, responses in groups:
-        first, start = start, start + prompt
-        for fed in responses:
-            rows += [*range(first, first + prompt), *range(start, start + fed)]
-            lengths.append(prompt + fed)
-            start += fed
-    return rows, lengths
 
 
 @pytest.mark.parametrize("seed", range(12))
