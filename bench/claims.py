@@ -90,6 +90,7 @@ CLAIMS = (
     ),
     Claim("lowroll", "1 step of lag costs nothing", "bf16", "bf16 stale 1 tis", within=0.03),
     Claim("lowroll", "4 steps with TIS cost nothing", "bf16", "bf16 stale 4 tis", within=0.03),
+    Claim("Surogate", "a teacher's pull helps AIPO", "int8 aipo teacher", "int8 aipo"),
     Claim("Liu et al. 2025 (Muon)", "Muon learns more than AdamW at its rate", "bf16 muon", "bf16"),
 )
 LAST = 10  # steps

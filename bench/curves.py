@@ -19,7 +19,7 @@ pictures of docs/results.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Any
 
 from bench import subject
 from bench.experiment import SUMMED, Experiment, Place, Runs, mean_over, spread, table
-from bench.harness import print_table
+from bench.harness import merged, print_table
 from lowroll.config import RunConfig
 from lowroll.runs.demo import metrics_of
 
@@ -60,6 +60,15 @@ SETTINGS: dict[str, Any] = {
 BANDS: dict[str, Any] = {"eps_low": 0.03, "eps_high": 0.04, "tbpo": {"eps_negative": 0.07}}
 LORA: dict[str, Any] = {"lora": True, "lora_rank": 32, "lora_alpha": 64, "learning_rate": 2e-4}
 FP8_LEARNER: dict[str, Any] = {"forward": "fp8", "backward": "fp8"}
+
+# The teacher is the same model after a longer SFT, on all demonstrations. AIPO as published.
+TEACHER: dict[str, Any] = {"sft": {"steps": 400, "num_examples": 4096}}
+AIPO: dict[str, Any] = {"algorithm": "grpo_no_std"}
+TAUGHT: dict[str, Any] = {
+    **AIPO,
+    "loss": {"aipo": {"teacher_tau": 1.0}},
+    "train": {"teacher": "teacher/model"},
+}
 
 
 def _arm(weights: str, correction: str, **changes: Any) -> dict[str, Any]:
@@ -95,6 +104,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "bf16 ppo": _arm("bf16", "none", algorithm="ppo"),
     "bf16 dapo": _arm("bf16", "none", algorithm="dapo"),
     "bf16 muon": _arm("bf16", "none", train={"optimizer": "muon"}),
+    "int8 aipo": _arm("int8", "aipo", **AIPO),
+    "int8 aipo teacher": _arm("int8", "aipo", **TAUGHT),
     "bf16 stale 1 tis": _stale(1, "tis"),
     "bf16 stale 2 tis": _stale(2, "tis"),
     "bf16 stale 4 tis": _stale(4, "tis"),
@@ -122,15 +133,20 @@ SAMPLES = 8
 
 
 def warm_start(place: Place) -> dict[str, Any]:
-    """Write the problems, and the warm-started model as `folder/model`; return what is recorded of
-    it, with its held-out scores."""
+    """Write the problems, the warm-started model as `folder/model`, and the teacher as
+    `folder/teacher/model`; return what is recorded of both, with their held-out scores."""
     folder = place.folder
     subject.write_problems(folder, subject.SIZES)
-    supervised = {**place.change, "env": subject.environment(folder, "sft")}
-    cfg = EXPERIMENT.config("bf16", 0, replace(place, steps=10, change=supervised))
-    found = subject.warm(cfg, SOURCE, folder)
-    cfg = EXPERIMENT.config("bf16", 0, replace(place, steps=10))
-    return found | scores(cfg, cfg, folder / "model")
+
+    def warm(into: Path, change: Mapping[str, Any]) -> dict[str, Any]:
+        supervised = {**change, "env": subject.environment(folder, "sft")}
+        cfg = EXPERIMENT.config("bf16", 0, replace(place, steps=10, change=supervised))
+        found = subject.warm(cfg, SOURCE, into)
+        cfg = EXPERIMENT.config("bf16", 0, replace(place, steps=10))
+        return found | scores(cfg, cfg, into / "model")
+
+    teacher = warm(folder / "teacher", merged(TEACHER, place.change))
+    return warm(folder, place.change) | {"teacher": teacher}
 
 
 def scores(cfg: RunConfig, first: RunConfig, model: Path) -> dict[str, float]:

@@ -91,11 +91,15 @@ class Experiment:
         return options(doc, self.arms, **counts, seconds=math.inf, work=Path)
 
     def config(self, arm: str, seed: int, place: Place) -> RunConfig:
-        """Return the run of an arm and a seed, as a user's YAML file would say it."""
+        """Return the run of an arm and a seed, as a user's YAML file would say it. An arm names its
+        teacher by a path in the experiment's folder."""
         tree = merged(merged(self.settings, place.change), self.arms[arm])
         if self.env is not None:
             tree.setdefault("env", self.env(place.folder))
-        return from_mapping(merged(tree, own_settings(arm, seed, place)))
+        tree = merged(tree, own_settings(arm, seed, place))
+        if teacher := tree["train"].get("teacher"):
+            tree["train"]["teacher"] = str(place.folder / teacher)
+        return from_mapping(tree)
 
     def train(
         self, arm: str, seed: int, gpu: int, *, place: Place, until: float = math.inf

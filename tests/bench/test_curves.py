@@ -24,6 +24,7 @@ CORRECTIONS = {
     "acr": "acr",
     "tbpo": "tbpo",
     "noise": "acr",
+    "aipo": "aipo",
 }
 LORA_CORRECTIONS = {"bf16 lora": "none", "nvfp4 lora": "tis", "nvfp4 lora noise": "acr"}
 
@@ -41,7 +42,10 @@ def test_an_arm_changes_what_its_name_says_and_nothing_else(arm: str, tmp_path: 
     assert (cfg.asynchrony.strict_async_level, cfg.launcher) == (
         (True, "local") if lag else (False, "none")
     )
-    assert cfg.algorithm == ({*words} & {"ppo", "dapo"} or {"grpo"}).pop()
+    others = {"ppo": "ppo", "dapo": "dapo", "aipo": "grpo_no_std"}
+    assert cfg.algorithm == next((others[word] for word in words if word in others), "grpo")
+    teacher = str(tmp_path / "teacher" / "model") if "teacher" in words else None
+    assert cfg.train.teacher == teacher and (cfg.loss.aipo.teacher_tau > 0) == bool(teacher)
     assert cfg.train.optimizer == ("muon" if "muon" in words else "adamw")
     assert cfg.train.uaq_scale == (1.5 if "uaq" in words else None)
     assert cfg.train.lora == ("lora" in words)
@@ -185,10 +189,11 @@ def test_the_whole_experiment_runs_at_a_reduced_scale(
     place = Place(1, tmp_path, "cpu", change)
     before = curves.EXPERIMENT.warm_started(place)
     assert len(before["sha256"]) == 16 and before["sft_steps"] == 1
+    assert "greedy" in before["teacher"]
     assert curves.EXPERIMENT.warm_started(place) == before
     make = curves.EXPERIMENT.train
     long = replace(place, steps=10_000)
-    one = make("int8_rotated acr", 0, 0, place=place)
+    one = make("int8 aipo teacher", 0, 0, place=place)
     assert set(one["after"]) == {"greedy", "own", "sampled", "pass@8"}
     assert len(one["curves"]["mismatch/kl_k3"]) == 1 and is_whole(one, 1)
     assert not is_whole(one, 2)
