@@ -90,6 +90,8 @@ CLAIMS = (
     ),
     Claim("lowroll", "1 step of lag costs nothing", "bf16", "bf16 stale 1 tis", within=0.03),
     Claim("lowroll", "4 steps with TIS cost nothing", "bf16", "bf16 stale 4 tis", within=0.03),
+    Claim("DAPO, Table 1", "DAPO is better than GRPO", "bf16 dapo", "bf16", "50 / 30"),
+    Claim("DeepSeekMath", "GRPO needs no critic", "bf16", "bf16 ppo", within=0.03),
     Claim("Surogate", "a teacher's pull helps AIPO", "int8 aipo teacher", "int8 aipo"),
     Claim("Liu et al. 2025 (Muon)", "Muon learns more than AdamW at its rate", "bf16 muon", "bf16"),
 )

@@ -85,7 +85,7 @@ class TrainConfig(Section):
     # tokens whose logits exist at a time; null: 1024, and 256 on a CPU to save memory
     logprob_chunk: Count | None = None
     # read a prompt once for all its responses; same results up to rounding. null: where it can be;
-    # not with recurrent layers, windows, replay_kv, or float32 or an exact learner on CUDA
+    # not with recurrent layers, windows, replay_kv, or float32 on CUDA
     share_prompts: bool | None = None
     # the learner attends to what a bounded cache held, and so scores the sparse policy itself
     replay_kv: bool = False

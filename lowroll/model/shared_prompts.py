@@ -43,14 +43,12 @@ class PromptGroup(NamedTuple):
     responses: tuple[int, ...]
 
 
-def obstacle(spec: ModelSpec, device: torch.device, dtype: torch.dtype, exact: bool = False) -> str:
+def obstacle(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str:
     """Return why such a model cannot share prompts, or an empty string."""
     if spec.delta is not None:
         return "recurrent layers have one state a sequence"
     if any(spec.windows):
         return "windows count from each response's own tokens"
-    if device.type == "cuda" and exact:
-        return "an exact learner on a GPU has the engine's attention for whole sequences alone"
     if device.type == "cuda" and not flash.flashes(dtype, spec.head_dim):
         return f"flash attention takes no heads of {spec.head_dim} in {dtype}"
     return ""

@@ -420,7 +420,7 @@ class Transformer(nn.Module):
     @property
     def can_share_prompts(self) -> bool:
         """Whether `causal_in_groups` has the model's attention."""
-        return not shared_prompts.obstacle(self.spec, self.device, self.dtype, self.exact)
+        return not shared_prompts.obstacle(self.spec, self.device, self.dtype)
 
     def causal_in_groups(self, groups: Sequence[PromptGroup]) -> Attend:
         if self.exact:

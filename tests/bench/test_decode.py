@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,9 @@ def test_a_peer_that_cannot_start_gives_its_last_words(tmp_path: Path) -> None:
         Peer({"format": "nvfp4"}, fake(tmp_path, "refuses"), start_s=60)
     with pytest.raises(PeerFailed, match="no/such/python"):
         Peer({}, ["/no/such/python"])
+    dies = f"import sys; print('OutOfMemory:', 'x' * 900, file=sys.stderr); sys.exit('{'y' * 900}')"
+    with pytest.raises(PeerFailed, match="last words: OutOfMemory: x+ .* y+"):
+        Peer({}, [sys.executable, "-c", dies])
 
 
 # -- turns -----------------------------------------------------------------------------------------

@@ -41,7 +41,6 @@ def test_an_update_is_that_of_whole_sequences(dtype: torch.dtype, capacity: int)
 
 @pytest.mark.parametrize("dtype", WITHIN)
 def test_an_exact_models_states_keep_their_bits(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Not yet what an exact learner does here (`shared_prompts.obstacle`)."""
     folder = hf_folder(tmp_path / "m", "qwen3", head_dim=64)
     model = exact_model(folder, "int8_rotated", True, "cuda", dtype)
     groups = [PromptGroup(5, (3, 70)), PromptGroup(200, (90, 1)), PromptGroup(256, (2, 30))]

@@ -52,13 +52,3 @@ def test_shared_prompts_are_refused_where_they_cannot_be(share: bool | None) -> 
             continue
         with pytest.raises(ValueError, match=r"train\.share_prompts: .*; write null"):
             models.refuse_sharing(cfg, compute, spec)
-
-
-def test_an_exact_learner_on_a_gpu_reads_whole_sequences() -> None:
-    tree = {"model": "m", "rollout": {"exact": True, "weights": "int8"}, "train": {"lora": True}}
-    models.refuse_sharing(from_mapping(tree).resolved(), CUDA, DENSE)
-    tree["train"] = {"lora": True, "share_prompts": True}
-    cfg = from_mapping(tree).resolved()
-    models.refuse_sharing(cfg, Compute(torch.device("cpu"), torch.float32), DENSE)
-    with pytest.raises(ValueError, match=r"train\.share_prompts: .* an exact learner on a GPU"):
-        models.refuse_sharing(cfg, CUDA, DENSE)

@@ -179,8 +179,7 @@ def refuse_backward(cfg: RunConfig, compute: Compute, spec: ModelSpec) -> None:
 def refuse_sharing(cfg: RunConfig, compute: Compute, spec: ModelSpec) -> None:
     if not cfg.train.share_prompts:
         return
-    is_exact = exactness.of_learner(cfg, compute, spec)
-    if why := shared_prompts.obstacle(spec, compute.device, compute.dtype, is_exact):
+    if why := shared_prompts.obstacle(spec, compute.device, compute.dtype):
         raise ValueError(
             f"train.share_prompts: {spec.architecture} reads whole sequences: {why}; write null"
         )
