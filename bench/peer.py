@@ -159,7 +159,11 @@ class Peer:
         self._errors.seek(0)
         text = self._errors.read().decode(errors="replace")
         lines = [line for line in text.splitlines() if line.strip()]
-        return f"its last words: {' | '.join(line[:300] for line in lines[-4:])}" if lines else "it said nothing"
+        return (
+            f"its last words: {' | '.join(line[:300] for line in lines[-4:])}"
+            if lines
+            else "it said nothing"
+        )
 
 
 def start_vllm(settings: Mapping[str, Any], *words: str, **variables: str) -> Peer:
