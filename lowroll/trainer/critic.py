@@ -43,6 +43,7 @@ class CriticSettings:
     value_clip: float | None = 0.5  # c of `value_loss`; None: no clip
     warmup_steps: int = 0  # training steps before the policy learns too
     tokens_per_microbatch: int = 8192
+    share_prompts: bool | None = None  # as of the policy; None: where the body can
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,9 @@ class Critic:
         costs = [cost(sample, self.body.spec, outputs=1) for sample in samples]
         portion_lists = ([portion] for portion in portions)
         capacity = self.settings.tokens_per_microbatch
-        walk = MicrobatchSchedule(samples, portion_lists, capacity, costs, self.optimizer.ranks)
+        share = self.settings.share_prompts is not False and self.body.can_share_prompts
+        ranks = self.optimizer.ranks
+        walk = MicrobatchSchedule(samples, portion_lists, capacity, costs, ranks, share)
         values: list[tuple[PackedBatch, Tensor]] = []
         for packed, counts in walk.dealt(self.body.device):
             with torch.set_grad_enabled(loss is not None):

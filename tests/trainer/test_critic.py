@@ -359,6 +359,31 @@ def test_micro_batches_add_up_and_masked_samples_have_no_say():
     assert_close(without.params, states[2], atol=1e-5)
 
 
+@pytest.mark.parametrize("size", [1, 8])
+def test_a_critic_that_shares_prompts_learns_as_from_whole_sequences(size: int) -> None:
+    policy = tiny_model()
+    batch = make_batch(policy, size=size)
+    for i, one in enumerate(batch.samples):
+        one.reward = float(i % 3 == 0)
+    outcomes, widths = [], []
+    for share in (None, False):
+        critic = make_critic(tokens_per_microbatch=4096, value_clip=None, share_prompts=share)
+        read: list[int] = []
+        critic.body.register_forward_pre_hook(
+            lambda _, inputs, read=read: read.append(len(inputs[0]))
+        )
+        judged = critic.judge(batch.samples, [range(len(batch.samples))])
+        learn_ppo(copy.deepcopy(policy), batch, critic)
+        outcomes.append(({**critic.params}, judged))
+        widths.append(read[0])
+    (shared, judged), (whole, wanted) = outcomes
+    repeated = sum(len(one.prompt_ids) for one in batch.samples) * (size - 1) // size
+    assert widths[1] - widths[0] == repeated
+    assert_close(shared, whole, atol=1e-5)
+    for name in ("values", "advantages", "returns"):
+        assert_close(getattr(judged, name), getattr(wanted, name), atol=1e-5)
+
+
 def test_the_body_has_no_lm_head_and_bfloat16_learns_in_float32_masters():
     body = tiny_model(5, tie_word_embeddings=False).to(torch.bfloat16)
     critic = Critic(body, PLAIN)
@@ -829,12 +854,19 @@ def test_the_section_reaches_the_critic(model, tmp_path):
             "betas": [0.8, 0.9],
             "tokens_per_microbatch": 99,
             "activation_checkpointing": True,
+            "share_prompts": False,
         },
     )
     cfg = from_mapping(tree).resolved()
     critic = models.critic(cfg, Compute.of(cfg), models.tokenizer(model))
     assert critic.settings == CriticSettings(
-        gamma=0.9, lam=0.8, whiten=False, value_clip=0.4, warmup_steps=3, tokens_per_microbatch=99
+        gamma=0.9,
+        lam=0.8,
+        whiten=False,
+        value_clip=0.4,
+        warmup_steps=3,
+        tokens_per_microbatch=99,
+        share_prompts=False,
     )
     assert critic.optimizer.settings == OptimSettings(
         3e-3, weight_decay=0.02, max_grad_norm=0.7, betas=(0.8, 0.9), eps=1e-6
