@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import os
 import re
 import statistics
 import sys
@@ -522,12 +523,24 @@ def _grids(rows: Iterable[Row]) -> Iterator[str]:
             heads |= dict.fromkeys(more)
         subjects = [subject for subject, own in cells.items() if heads.keys() & own]
         found = {subject: cells.pop(subject) for subject in subjects}
+        shared, own_names = _without_what_they_share(subjects)
         if len(heads) > len(found):
             lines = [(head, *(found[s].get(head, "") for s in found)) for head in heads]
-            yield table(("", *found), lines)
+            yield table((shared, *own_names), lines)
         else:
-            lines = [(s, *(found[s].get(head, "") for head in heads)) for s in found]
-            yield table(("", *heads), lines)
+            lines = [
+                (name, *(found[s].get(head, "") for head in heads))
+                for s, name in zip(subjects, own_names, strict=True)
+            ]
+            yield table((shared, *heads), lines)
+
+
+def _without_what_they_share(names: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the words that all of several names begin with, and the rest of each."""
+    words = [name.split(" ") for name in names]
+    # os.path's function compares the items of any sequences, and leaves each name its last word
+    shared = os.path.commonprefix([own[:-1] for own in words]) if len(words) > 1 else []
+    return " ".join(shared), [" ".join(own[len(shared) :]) for own in words]
 
 
 BOUNDS = {
