@@ -13,7 +13,7 @@ clock stopped.
 The settings of TRL that a device has are tried for two steps each before the race, on a GPU with the
 largest micro-batch that fits; the fastest races. What could not be set up is said, and never counted.
 
-    python -m bench.race [--steps 12] [--seeds 1] [--score 0.7] [--device auto] [--only SIDE ...]
+    python -m bench.race [--steps 12] [--seeds 1] [--score S] [--device auto] [--only SIDE ...]
                          [--peer-python PATH] [--peer-setting NAME] [--peer-rows R]
                          [--subject FOLDER] [--shape NAME] [--change JSON] [--out FOLDER]
 
@@ -27,11 +27,12 @@ is first in the next seed. A side says
      "generate": 5.1, "learn": 3.9, "publish": 0.1}  seconds of parts of the step, where known
     {"end": true, "peak_bytes": 3e9, "folder": "x"}  the model that it ends with, as a folder of transformers
 
-`--subject` is a folder to start from without SFT; `--shape` starts from random weights of `bench.shapes`,
-which show the seconds of a step alone, on the task `reverse-text`. `make trl` installs TRL into .venv-trl. Every
-record of every run is stored in `race.json`, `race-gpu.json` or `race-gpu-SHAPE.json`, of which
-`docs/tables.py` makes tables. A run that stands there is not made again, if it began with the same
-weights, on the same kind of machine, with the same settings and steps.
+`--score` is 0.3 on a CPU and 0.7 on a GPU, unless given. `--subject` is a folder to start from without
+SFT; `--shape` starts from random weights of `bench.shapes`, which show the seconds of a step alone, on
+the task `reverse-text`. `make trl` installs TRL into .venv-trl. Every record of every run is stored in
+`race.json`, `race-gpu.json` or `race-gpu-SHAPE.json`, of which `docs/tables.py` makes tables. A run
+that stands there is not made again, if it began with the same weights, on the same kind of machine,
+with the same settings and steps.
 """
 
 from __future__ import annotations
@@ -92,16 +93,18 @@ SETTINGS: dict[str, Any] = {
     "algorithm": "grpo",
     "loss": {"reduce": "token-mean"},
     "rollout": {"max_tokens": 40},
-    "train": {"learning_rate": 5e-6, "weight_decay": 0.0},
-    "eval": {"num_examples": 64, "interval": 3},
+    "train": {"learning_rate": 1e-5, "weight_decay": 0.0},
+    "eval": {"num_examples": 128, "interval": 3},
     "ckpt": {"interval": 10_000, "keep_last": 1},
-    "sft": {"steps": 12, "batch_size": 16, "learning_rate": 5e-5},
+    "sft": {"steps": 2, "batch_size": 16, "learning_rate": 5e-5},
 }
-ON_GPU: dict[str, Any] = {  # a step takes half a second there, so that scores can say more
+ON_GPU: dict[str, Any] = {  # a step takes half a second there, so that more can be learnt
     "batch_size": 256,
+    "sft": {"steps": 12},
     "train": {"learning_rate": 2e-5},
     "eval": {"num_examples": 512, "interval": 5},
 }
+SCORES = {"cpu": 0.3, "cuda": 0.7}
 TRL = "trl"
 SIDES: dict[str, dict[str, Any]] = {
     "lowroll int8_rotated": {"rollout": {"weights": "int8_rotated"}},
@@ -402,7 +405,7 @@ def parser() -> argparse.ArgumentParser:
         SIDES,
         steps=12,
         seeds=1,
-        score=0.7,
+        score=0.0,
         peer_python=str(PEER_PYTHON),
         peer_setting=OneOf(PEER_SETTINGS),
         peer_rows=0,
@@ -417,6 +420,7 @@ def main(words: Sequence[str] | None = None) -> int:
     p = parser()
     args, began = p.parse_args(words), time.monotonic()
     args.device = device_of(p, args.device).type
+    args.score = args.score or SCORES[args.device]
     launcher = Launcher(args.device, args.peer_python)
     kind = "gpu" if args.device == "cuda" else ""
     path = args.out / f"{'-'.join(filter(None, ('race', kind, args.shape)))}.json"

@@ -176,9 +176,9 @@ class Critic:
         costs = [cost(sample, self.body.spec, outputs=1) for sample in samples]
         portion_lists = ([portion] for portion in portions)
         capacity = self.settings.tokens_per_microbatch
-        share = self.settings.share_prompts is not False and self.body.can_share_prompts
         ranks = self.optimizer.ranks
-        walk = MicrobatchSchedule(samples, portion_lists, capacity, costs, ranks, share)
+        shares = self.settings.share_prompts is not False and self.body.can_share_prompts
+        walk = MicrobatchSchedule(samples, portion_lists, capacity, costs, ranks, shares)
         values: list[tuple[PackedBatch, Tensor]] = []
         for packed, counts in walk.dealt(self.body.device):
             with torch.set_grad_enabled(loss is not None):
