@@ -71,6 +71,21 @@ CLAIMS = (
         score="own",
     ),
     Claim(
+        "QaRL, sec. 3.2",
+        "bounds as published are too narrow for these steps",
+        "int4 aligned tbpo",
+        "int4 aligned tbpo narrow",
+        score="own",
+    ),
+    Claim(
+        "lowroll",
+        "an aligned forward needs no equal bits",
+        "int8_rotated aligned tbpo exact",
+        "int8_rotated aligned tbpo",
+        within=0.03,
+    ),
+    Claim("QaRL, Table 1", "uncorrected NVFP4 rollouts fall behind", "bf16", "nvfp4 naive"),
+    Claim(
         "QeRL, Table 1",
         "NVFP4 with LoRA beats BF16 with LoRA",
         "nvfp4 lora",

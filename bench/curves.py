@@ -55,19 +55,22 @@ SETTINGS: dict[str, Any] = {
     },
 }
 
-# TBPO's bounds are on the geometric mean of a response's ratios. QaRL's 3e-4 belongs to its
-# learning rate of 1e-6; the steps here are larger, and so are the bounds.
+# TBPO's bounds are on the geometric mean of a response's ratios. QaRL's 3e-4 ("narrow") belongs to
+# its learning rate of 1e-6; the steps here are larger, and so are the bounds.
 BANDS: dict[str, Any] = {"eps_low": 0.03, "eps_high": 0.04, "tbpo": {"eps_negative": 0.07}}
+NARROW: dict[str, Any] = {"eps_low": 3e-4, "eps_high": 4e-4, "tbpo": {"eps_negative": 7e-4}}
 LORA: dict[str, Any] = {"lora": True, "lora_rank": 32, "lora_alpha": 64, "learning_rate": 2e-4}
+ALIGNED: dict[str, Any] = {"forward": "aligned"}
 FP8_LEARNER: dict[str, Any] = {"forward": "fp8", "backward": "fp8"}
 
 # The teacher is the same model after a longer SFT, on all demonstrations. AIPO as published.
 TEACHER: dict[str, Any] = {"sft": {"steps": 400, "num_examples": 4096}}
+TEACHER_FOLDER = "teacher-400-of-4096"
 AIPO: dict[str, Any] = {"algorithm": "grpo_no_std"}
 TAUGHT: dict[str, Any] = {
     **AIPO,
     "loss": {"aipo": {"teacher_tau": 1.0}},
-    "train": {"teacher": "teacher/model"},
+    "train": {"teacher": f"{TEACHER_FOLDER}/model"},
 }
 
 
@@ -95,7 +98,13 @@ ARMS: dict[str, dict[str, Any]] = {
     "int4 naive": _arm("int4", "is", force=True),
     "int4 tis": _arm("int4", "tis"),
     "int4 acr": _arm("int4", "acr"),
-    "int4 aligned tbpo": _arm("int4", "tbpo", train={"forward": "aligned"}, loss=BANDS),
+    "int4 aligned tbpo": _arm("int4", "tbpo", train=ALIGNED, loss=BANDS),
+    "int4 aligned tbpo narrow": _arm("int4", "tbpo", train=ALIGNED, loss=NARROW),
+    "int8_rotated aligned tbpo": _arm("int8_rotated", "tbpo", train=ALIGNED, loss=BANDS),
+    "int8_rotated aligned tbpo exact": merged(
+        _arm("int8_rotated", "tbpo", train=ALIGNED, loss=BANDS), {"rollout": {"exact": True}}
+    ),
+    "nvfp4 naive": _arm("nvfp4", "is", force=True),
     "nvfp4 acr": _arm("nvfp4", "acr"),
     "nvfp4 noise acr": _arm("nvfp4", "acr", noise={}),
     "bf16 lora": _arm("bf16", "none", train=LORA),
@@ -133,20 +142,24 @@ SAMPLES = 8
 
 
 def warm_start(place: Place) -> dict[str, Any]:
-    """Write the problems, the warm-started model as `folder/model`, and the teacher as
-    `folder/teacher/model`; return what is recorded of both, with their held-out scores."""
-    folder = place.folder
-    subject.write_problems(folder, subject.SIZES)
+    """Write the problems, and the warm-started model as `folder/model`; return what is recorded of
+    it, with its held-out scores."""
+    return _supervised(place, place.folder, place.change)
 
-    def warm(into: Path, change: Mapping[str, Any]) -> dict[str, Any]:
-        supervised = {**change, "env": subject.environment(folder, "sft")}
-        cfg = EXPERIMENT.config("bf16", 0, replace(place, steps=10, change=supervised))
-        found = subject.warm(cfg, SOURCE, into)
-        cfg = EXPERIMENT.config("bf16", 0, replace(place, steps=10))
-        return found | scores(cfg, cfg, into / "model")
 
-    teacher = warm(folder / "teacher", merged(TEACHER, place.change))
-    return warm(folder, place.change) | {"teacher": teacher}
+def teacher(place: Place) -> dict[str, Any]:
+    """Do `warm_start` with the steps and demonstrations of TEACHER, into a folder of its own."""
+    change = merged(place.change, TEACHER)
+    return _supervised(place, place.folder / TEACHER_FOLDER, change)
+
+
+def _supervised(place: Place, into: Path, change: Mapping[str, Any]) -> dict[str, Any]:
+    subject.write_problems(place.folder, subject.SIZES)
+    supervised = {**change, "env": subject.environment(place.folder, "sft")}
+    cfg = EXPERIMENT.config("bf16", 0, replace(place, steps=10, change=supervised))
+    found = subject.warm(cfg, SOURCE, into)
+    cfg = EXPERIMENT.config("bf16", 0, replace(place, steps=10))
+    return found | scores(cfg, cfg, into / "model")
 
 
 def scores(cfg: RunConfig, first: RunConfig, model: Path) -> dict[str, float]:
@@ -207,7 +220,7 @@ COLUMNS: dict[str, Callable[[Runs], str]] = {
 HEAD = ("arm", *COLUMNS)
 summary = partial(table, COLUMNS)  # means over the seeds, ranges in parentheses
 EXPERIMENT = Experiment(
-    "curves", SETTINGS, ARMS, warm_start, scores, CURVES, env=subject.environment
+    "curves", SETTINGS, ARMS, warm_start, scores, CURVES, env=subject.environment, teacher=teacher
 )
 
 

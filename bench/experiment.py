@@ -64,7 +64,8 @@ class Experiment:
     """An experiment: the name of its file, common settings, and what each arm changes.
 
     warm_start: writes the weights that all runs start from as `folder/model`, and returns what is
-    recorded of them. scores: the held-out scores of a model
+    recorded of them. teacher: the same of the teacher of arms that name one, by a path in the folder
+    that says how it was made. scores: the held-out scores of a model
     folder by a run's configuration and that of the first arm. curves: the metrics that are stored,
     with all of `families`. env: the environment of the problems in a folder, where the settings
     name none. before: what is recorded of a run's beginning. slowest: the arm that begins first, so
@@ -80,6 +81,7 @@ class Experiment:
     families: tuple[str, ...] = ()
     env: Callable[[Path], list[dict[str, Any]]] | None = None
     before: Callable[[RunConfig, Path], Found] | None = None
+    teacher: Callable[[Place], Found] | None = None
     slowest: str = ""
 
     def options(
@@ -91,8 +93,7 @@ class Experiment:
         return options(doc, self.arms, **counts, seconds=math.inf, work=Path)
 
     def config(self, arm: str, seed: int, place: Place) -> RunConfig:
-        """Return the run of an arm and a seed, as a user's YAML file would say it. An arm names its
-        teacher by a path in the experiment's folder."""
+        """Return the run of an arm and a seed, as a user's YAML file would say it."""
         tree = merged(merged(self.settings, place.change), self.arms[arm])
         if self.env is not None:
             tree.setdefault("env", self.env(place.folder))
@@ -134,6 +135,8 @@ class Experiment:
         began, path = time.monotonic(), args.out / f"{self.name}.json"
         place = Place(args.steps, folder, args.device, json.loads(args.change))
         before = self.warm_started(place)
+        if any(self.arms[arm].get("train", {}).get("teacher") for arm in args.only):
+            before["teacher"] = self._once("teacher", self.teacher, place)
         say(f"warm start: {before}, {time.monotonic() - began:.0f} s")
         settings = merged(self.settings, place.change)
         about = made_here(args.device, steps=args.steps, settings=settings)
@@ -160,13 +163,17 @@ class Experiment:
     def warm_started(self, place: Place) -> Found:
         """Write the weights that all runs start from, unless they are in the folder; return what is
         recorded of them. ValueError where those in the folder are of other settings."""
-        note, settings = place.folder / "warm.json", merged(self.settings, place.change)
+        return self._once("warm", self.warm_start, place)
+
+    def _once(self, name: str, make: Callable[[Place], Found] | None, place: Place) -> Found:
+        note, settings = place.folder / f"{name}.json", merged(self.settings, place.change)
         if note.is_file():
             stored: Found = json.loads(note.read_text())
             if stored.get("settings") != settings:
                 raise ValueError(f"--work: {place.folder} has a model that other settings made")
             return dict(stored["found"])
-        found = self.warm_start(place)
+        assert make is not None
+        found = make(place)
         write_file(note, json.dumps({"settings": settings, "found": found}).encode())
         return found
 

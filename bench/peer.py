@@ -159,11 +159,10 @@ class Peer:
         self._errors.seek(0)
         text = self._errors.read().decode(errors="replace")
         lines = [line for line in text.splitlines() if line.strip()]
-        return (
-            f"its last words: {' | '.join(line[:300] for line in lines[-4:])}"
-            if lines
-            else "it said nothing"
-        )
+        causes = [line for line in lines[:-4] if "out of memory" in line.lower()]
+        if not lines:
+            return "it said nothing"
+        return "its last words: " + " | ".join(line[:300] for line in causes[-1:] + lines[-4:])
 
 
 def start_vllm(settings: Mapping[str, Any], *words: str, **variables: str) -> Peer:

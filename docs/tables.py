@@ -297,12 +297,16 @@ def held_out_sets() -> str:
     from lowroll.envs.sets.table import RULES, SETS, TEMPLATES
 
     rows = []
+    first_with: dict[str, str] = {}
     for name, one in SETS.items():
         place = ", ".join(f"`{part}`" for part in (one.path, one.subset, one.split) if part)
         columns = "; ".join(
             f"{role}: {' or '.join(f'`{key}`' for key in keys)}"
             for role, keys in one.columns.items()
         )
+        like = first_with.setdefault(columns, name)
+        if like != name:
+            columns = f"as `{like}`"
         rule = f"{one.rule}, options shuffled" if one.shuffled else one.rule
         count = f"{one.count:,}" if one.count else "by release"
         about = (one.source, one.licence, one.checked)

@@ -262,7 +262,7 @@ def warnings(cfg: RunSettings) -> Iterator[str]:
     reads_teacher = cfg.correction == "aipo" and cfg.loss.aipo.teacher_tau
     if cfg.train.teacher is not None and not reads_teacher:
         yield "train.teacher: no effect without correction aipo and a loss.aipo.teacher_tau above 0"
-    if cfg.train.replay_kv and cfg.train.share_prompts:
+    if cfg.train.replay_kv and cfg.train.share_prompts and not cfg.has_critic:
         yield "train.share_prompts: no effect with train.replay_kv, which reads whole sequences"
     if cfg.train.replay_kv and not cfg.rollout.cache.evicts:
         yield "train.replay_kv: no effect without a rollout.kv.policy that drops keys"

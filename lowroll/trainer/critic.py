@@ -43,7 +43,7 @@ class CriticSettings:
     value_clip: float | None = 0.5  # c of `value_loss`; None: no clip
     warmup_steps: int = 0  # training steps before the policy learns too
     tokens_per_microbatch: int = 8192
-    share_prompts: bool | None = None  # as of the policy; None: where the body can
+    share_prompts: bool | None = None  # None: where the body can
 
 
 @dataclass(frozen=True)

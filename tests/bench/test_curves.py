@@ -44,9 +44,12 @@ def test_an_arm_changes_what_its_name_says_and_nothing_else(arm: str, tmp_path: 
     )
     others = {"ppo": "ppo", "dapo": "dapo", "aipo": "grpo_no_std"}
     assert cfg.algorithm == next((others[word] for word in words if word in others), "grpo")
-    teacher = str(tmp_path / "teacher" / "model") if "teacher" in words else None
+    teacher = str(tmp_path / curves.TEACHER_FOLDER / "model") if "teacher" in words else None
     assert cfg.train.teacher == teacher and (cfg.loss.aipo.teacher_tau > 0) == bool(teacher)
     assert cfg.train.optimizer == ("muon" if "muon" in words else "adamw")
+    assert bool(cfg.rollout.exact) == ("exact" in words)
+    if "tbpo" in words:
+        assert cfg.loss.eps_low == (3e-4 if "narrow" in words else 0.03)
     assert cfg.train.uaq_scale == (1.5 if "uaq" in words else None)
     assert cfg.train.lora == ("lora" in words)
     wanted = [CORRECTIONS[word] for word in words if word in CORRECTIONS] or ["none"]
@@ -178,6 +181,7 @@ def test_the_whole_experiment_runs_at_a_reduced_scale(
     pytest.importorskip("reasoning_gym")
     monkeypatch.setattr(curves, "HELD_OUT", 2)
     monkeypatch.setattr(curves, "SAMPLED", 1)
+    monkeypatch.setattr(curves, "TEACHER", {"sft": {"steps": 2}})
     monkeypatch.setattr(subject, "SIZES", {"test": 4, "sft": 4, "train": 8})
     change = {
         "batch_size": 4,
@@ -189,8 +193,8 @@ def test_the_whole_experiment_runs_at_a_reduced_scale(
     place = Place(1, tmp_path, "cpu", change)
     before = curves.EXPERIMENT.warm_started(place)
     assert len(before["sha256"]) == 16 and before["sft_steps"] == 1
-    assert "greedy" in before["teacher"]
     assert curves.EXPERIMENT.warm_started(place) == before
+    assert curves.teacher(place)["sft_steps"] == 2
     make = curves.EXPERIMENT.train
     long = replace(place, steps=10_000)
     one = make("int8 aipo teacher", 0, 0, place=place)

@@ -96,8 +96,9 @@ def test_a_peer_that_cannot_start_gives_its_last_words(tmp_path: Path) -> None:
         Peer({"format": "nvfp4"}, fake(tmp_path, "refuses"), start_s=60)
     with pytest.raises(PeerFailed, match="no/such/python"):
         Peer({}, ["/no/such/python"])
-    dies = f"import sys; print('OutOfMemory:', 'x' * 900, file=sys.stderr); sys.exit('{'y' * 900}')"
-    with pytest.raises(PeerFailed, match="last words: OutOfMemory: x+ .* y+"):
+    words = ["CUDA out of memory", *"abcde", "y" * 900]
+    dies = f"import sys; sys.exit({chr(10).join(words)!r})"
+    with pytest.raises(PeerFailed, match=r"last words: CUDA out of memory \| c \| d \| e \| y{300}$"):
         Peer({}, [sys.executable, "-c", dies])
 
 

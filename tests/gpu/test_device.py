@@ -318,7 +318,7 @@ def test_a_critic_on_a_gpu_judges_and_learns_as_on_the_cpu() -> None:
     from lowroll.trainer.optim import OptimSettings
     from tests.fixtures.learner import make_batch, tiny_model
 
-    batch, seen = make_batch(tiny_model(), groups=8, size=1), []
+    batch, seen = make_batch(tiny_model(), groups=2, size=4), []
     for i, sample in enumerate(batch.samples):
         sample.reward = float(i % 3 == 0)
     for device, dtype in (

@@ -249,7 +249,7 @@ def test_a_run_has_no_mismatch(weights: str, lora: bool, model: Path, tmp_path: 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("weights", ["int8", "int8_rotated", "fp8"])
 def test_the_default(weights: str, lora: bool, model: Path, tmp_path: Path) -> None:
-    """Learners with an adapter and engines multiply INT8 codes exactly, as that is faster."""
+    """Learners with an adapter and engines multiply INT8 codes exactly, as that is as fast."""
     tree = settings(model, tmp_path / "run", device=DEVICE, dtype="bfloat16")
     tree["train"] |= {"max_steps": 3, "minibatches": 1, "lora": lora, "forward": "aligned"}
     tree["rollout"] |= {"weights": weights}

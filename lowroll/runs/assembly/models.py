@@ -113,6 +113,7 @@ def critic(
         refuse_adapter("critic.model", source)
         refuse_other_vocabulary("critic.model", source, cfg, chat)
     critic_model = hf.load(source or cfg.model, compute.device, compute.dtype)
+    refuse_sharing(cfg, compute, critic_model.spec)
     recompute.apply(
         dequantize_base(critic_model), cfg.train.sized().activation_checkpointing or False
     )
