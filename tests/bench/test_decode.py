@@ -98,7 +98,9 @@ def test_a_peer_that_cannot_start_gives_its_last_words(tmp_path: Path) -> None:
         Peer({}, ["/no/such/python"])
     words = ["CUDA out of memory", *"abcde", "y" * 900]
     dies = f"import sys; sys.exit({chr(10).join(words)!r})"
-    with pytest.raises(PeerFailed, match=r"last words: CUDA out of memory \| c \| d \| e \| y{300}$"):
+    with pytest.raises(
+        PeerFailed, match=r"last words: CUDA out of memory \| c \| d \| e \| y{300}$"
+    ):
         Peer({}, [sys.executable, "-c", dies])
 
 
