@@ -84,13 +84,22 @@ def test_a_query_has_the_same_bits_however_it_comes(
     assert torch.equal(own[0], keys) and torch.equal(own[1], values)
 
 
-def test_a_response_sees_its_prompt_with_the_bits_of_a_whole_sequence() -> None:
+@pytest.mark.parametrize(
+    "shape",
+    [(4, 2, 16, torch.float32), (4, 4, 80, torch.float16), (7, 1, 128, torch.float16)],
+)
+def test_a_response_sees_its_prompt_with_the_bits_of_a_whole_sequence(
+    shape: tuple[int, int, int, torch.dtype],
+) -> None:
     """Also where a share of 256 keys begins in the prompt and ends in the response."""
     groups = [PromptGroup(5, (3, 0, 70)), PromptGroup(200, (90, 1)), PromptGroup(256, (2, 30))]
     rows, lengths = alone(groups)
     tokens = max(rows) + 1
     g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(tokens, heads, 16, generator=g) for heads in (4, 2, 2))
+    heads, kv_heads, d, dtype = shape
+    q, k, v = (
+        torch.randn(tokens, n, d, generator=g).to(dtype) for n in (heads, kv_heads, kv_heads)
+    )
     shared = exact_grouped(groups)(0, AttentionInputs(q, k, v))
     sizes = torch.tensor(lengths, dtype=torch.int32)
     whole = invariant.packed(sizes, len(rows))(q[rows], k[rows], v[rows])
