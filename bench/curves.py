@@ -65,7 +65,7 @@ FP8_LEARNER: dict[str, Any] = {"forward": "fp8", "backward": "fp8"}
 
 # The teacher is the same model after a longer SFT, on all demonstrations. AIPO as published.
 TEACHER: dict[str, Any] = {"sft": {"steps": 400, "num_examples": 4096}}
-TEACHER_FOLDER = "teacher-400-of-4096"
+TEACHER_FOLDER = "teacher-{steps}-of-{num_examples}".format(**TEACHER["sft"])
 AIPO: dict[str, Any] = {"algorithm": "grpo_no_std"}
 TAUGHT: dict[str, Any] = {
     **AIPO,
@@ -75,7 +75,7 @@ TAUGHT: dict[str, Any] = {
 
 
 def _arm(weights: str, correction: str, **changes: Any) -> dict[str, Any]:
-    return {"rollout": {"weights": weights}, "correction": correction, **changes}
+    return merged({"rollout": {"weights": weights}, "correction": correction}, changes)
 
 
 def _stale(level: int, correction: str, **changes: Any) -> dict[str, Any]:
@@ -101,8 +101,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "int4 aligned tbpo": _arm("int4", "tbpo", train=ALIGNED, loss=BANDS),
     "int4 aligned tbpo narrow": _arm("int4", "tbpo", train=ALIGNED, loss=NARROW),
     "int8_rotated aligned tbpo": _arm("int8_rotated", "tbpo", train=ALIGNED, loss=BANDS),
-    "int8_rotated aligned tbpo exact": merged(
-        _arm("int8_rotated", "tbpo", train=ALIGNED, loss=BANDS), {"rollout": {"exact": True}}
+    "int8_rotated aligned tbpo exact": _arm(
+        "int8_rotated", "tbpo", train=ALIGNED, loss=BANDS, rollout={"exact": True}
     ),
     "nvfp4 naive": _arm("nvfp4", "is", force=True),
     "nvfp4 acr": _arm("nvfp4", "acr"),

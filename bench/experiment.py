@@ -64,12 +64,12 @@ class Experiment:
     """An experiment: the name of its file, common settings, and what each arm changes.
 
     warm_start: writes the weights that all runs start from as `folder/model`, and returns what is
-    recorded of them. teacher: the same of the teacher of arms that name one, by a path in the folder
-    that says how it was made. scores: the held-out scores of a model
-    folder by a run's configuration and that of the first arm. curves: the metrics that are stored,
-    with all of `families`. env: the environment of the problems in a folder, where the settings
-    name none. before: what is recorded of a run's beginning. slowest: the arm that begins first, so
-    that nothing waits for it at the end.
+    recorded of them. teacher: the same of the teacher of arms with a `train.teacher`, whose path in
+    the folder says how it is made. scores: the held-out scores of a model folder by a run's
+    configuration and that of the first arm. curves: the metrics that are stored, with all of
+    `families`. env: the environment of the problems in a folder, where the settings name none.
+    before: what is recorded of a run's beginning. slowest: the arm that begins first, so that
+    nothing waits for it at the end.
     """
 
     name: str
@@ -135,7 +135,8 @@ class Experiment:
         began, path = time.monotonic(), args.out / f"{self.name}.json"
         place = Place(args.steps, folder, args.device, json.loads(args.change))
         before = self.warm_started(place)
-        if any(self.arms[arm].get("train", {}).get("teacher") for arm in args.only):
+        taught = any(self.arms[arm].get("train", {}).get("teacher") for arm in args.only)
+        if self.teacher is not None and taught:
             before["teacher"] = self._once("teacher", self.teacher, place)
         say(f"warm start: {before}, {time.monotonic() - began:.0f} s")
         settings = merged(self.settings, place.change)
@@ -165,14 +166,13 @@ class Experiment:
         recorded of them. ValueError where those in the folder are of other settings."""
         return self._once("warm", self.warm_start, place)
 
-    def _once(self, name: str, make: Callable[[Place], Found] | None, place: Place) -> Found:
+    def _once(self, name: str, make: Callable[[Place], Found], place: Place) -> Found:
         note, settings = place.folder / f"{name}.json", merged(self.settings, place.change)
         if note.is_file():
             stored: Found = json.loads(note.read_text())
             if stored.get("settings") != settings:
                 raise ValueError(f"--work: {place.folder} has a model that other settings made")
             return dict(stored["found"])
-        assert make is not None
         found = make(place)
         write_file(note, json.dumps({"settings": settings, "found": found}).encode())
         return found

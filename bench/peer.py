@@ -159,9 +159,9 @@ class Peer:
         self._errors.seek(0)
         text = self._errors.read().decode(errors="replace")
         lines = [line for line in text.splitlines() if line.strip()]
-        causes = [line for line in lines[:-4] if "out of memory" in line.lower()]
         if not lines:
             return "it said nothing"
+        causes = [line for line in lines[:-4] if "out of memory" in line.lower()]
         return "its last words: " + " | ".join(line[:300] for line in causes[-1:] + lines[-4:])
 
 

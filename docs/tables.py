@@ -10,13 +10,13 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import os
 import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -542,8 +542,10 @@ def _grids(rows: Iterable[Row]) -> Iterator[str]:
 def _without_what_they_share(names: Sequence[str]) -> tuple[str, list[str]]:
     """Return the words that all of several names begin with, and the rest of each."""
     words = [name.split(" ") for name in names]
-    # os.path's function compares the items of any sequences, and leaves each name its last word
-    shared = os.path.commonprefix([own[:-1] for own in words]) if len(words) > 1 else []
+    shared: list[str] = []
+    if len(words) > 1:
+        columns = zip(*(own[:-1] for own in words), strict=False)  # each keeps its last word
+        shared = [column[0] for column in takewhile(lambda column: len({*column}) == 1, columns)]
     return " ".join(shared), [" ".join(own[len(shared) :]) for own in words]
 
 

@@ -756,6 +756,32 @@ def test_ppo_with_an_adapter_an_aligned_forward_and_a_critic_of_its_own(model, t
         train(ppo_run(model, tmp_path / "next", critic={"model": str(result.folder / "final")}))
 
 
+def test_a_critic_that_cannot_share_prompts_is_refused_where_they_are_to_be(model, tmp_path):
+    import json
+    import shutil
+
+    from lowroll.config import from_mapping
+    from lowroll.runs.assembly import models
+    from lowroll.runs.assembly.compute import Compute
+
+    other = shutil.copytree(model, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    window = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0}
+    config = {key: value for key, value in config.items() if key != "layer_types"} | window
+    (other / "config.json").write_text(json.dumps(config))
+    for share in (None, True):
+        tree = ppo_run(
+            model, tmp_path / "run", critic={"model": str(other)}, train={"share_prompts": share}
+        )
+        cfg = from_mapping(tree).resolved()
+        if not share:
+            critic = models.critic(cfg, Compute.of(cfg), models.tokenizer(model))
+            assert not critic.body.can_share_prompts
+            continue
+        with pytest.raises(ValueError, match=r"train\.share_prompts: .* windows .*; write null"):
+            models.critic(cfg, Compute.of(cfg), models.tokenizer(model))
+
+
 def test_a_critic_with_another_tokenizer_is_refused(model, tmp_path):
     import shutil
 
